@@ -1,0 +1,281 @@
+"""The child job: one slot, one item at a time, until there is none or somebody else's turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import procrastinate
+
+from fanout_procrastinate import (
+    codec,
+    context,
+    error_records,
+    errors,
+    execution,
+    keeper,
+    models,
+    outcomes,
+    reporter,
+    runtime,
+    sanitise,
+    settings,
+    store,
+)
+
+logger = logging.getLogger(__name__)
+
+_RENEWAL_GRACE_SECONDS = 10.0
+_LAST_ANSWER_SECONDS = 30.0
+
+worker_of_job: contextvars.ContextVar[Any] = contextvars.ContextVar("fanout_worker", default=None)
+"""The host's worker, as a task middleware sees it: it alone tells concurrency and shutdown."""
+
+
+async def note_worker(call_next: Callable[[], Any], job: Any, worker: Any) -> Any:
+    """Remember the worker while one of our jobs runs; a task middleware of the host's."""
+    worker_of_job.set(worker)
+    return await call_next()
+
+
+def worker_places() -> int:
+    """Return the concurrency of the worker that runs this job."""
+    return int(getattr(worker_of_job.get(), "concurrency", 1))
+
+
+def worker_stops() -> bool:
+    """Return whether the worker that runs this job was asked to stop."""
+    event = getattr(worker_of_job.get(), "_stop_event", None)
+    return event is not None and bool(event.is_set())
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Work:
+    """How to work on one item of a child: everything but the slot.
+
+    Args:
+        function: the user's function.
+        options: as declared.
+        items: reads payloads.
+        results: writes results.
+        max_result_bytes: the most that a result may have, as bytes of UTF-8 JSON.
+    """
+
+    function: Callable[..., Any]
+    options: settings.ChildOptions
+    items: codec.Codec
+    results: codec.Codec
+    max_result_bytes: int
+
+    def outcome_of(
+        self, end: execution.Returned | execution.Raised, attempt: int
+    ) -> dict[str, Any]:
+        """Return an end of the function as the columns of a report."""
+        if isinstance(end, execution.Raised):
+            return self.failure(end.error, attempt)
+        try:
+            encoded = self.results.dump_result(end.value)
+            if encoded.size > self.max_result_bytes:
+                raise errors.ResultTooLarge(encoded.size, self.max_result_bytes)
+        except Exception as exc:  # noqa: BLE001 - serialisers may be the user's code
+            return self.failure(exc, attempt)
+        return {"outcome": "succeeded", "result": encoded.text, "sanitised": encoded.cleaned}
+
+    def failure(self, error: BaseException, attempt: int) -> dict[str, Any]:
+        """Class an error: failed for good, or released to be tried again."""
+        options = self.options
+        verdict = outcomes.classify(error, permanent=options.permanent, transient=options.transient)
+        record = error_records.describe(error, classification=verdict)
+        columns = {"error": sanitise.to_json(record), "sanitised": record["cleaned"]}
+        if verdict.permanent or attempt >= options.max_attempts:
+            return columns | {"outcome": "failed"}
+        wait = options.backoff.delay(attempt) if verdict.retry_in is None else verdict.retry_in
+        return columns | {"outcome": "released", "retry_in": wait}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Slot:
+    """One execution of a child job."""
+
+    work: Work
+    runtime: runtime.Runtime
+    reporter: reporter.Reporter
+    job_id: int
+    slot: int
+    time_slice: float
+    run_args: Mapping[str, Any]
+    hold: keeper.Hold | None = None
+    epoch: int = 0
+    lost: bool = False
+    cancelled: bool = False
+    current: execution.Execution | None = None
+    item: context.ItemContext | None = None
+    slice_ends: float = 0.0
+
+    async def serve(self) -> None:
+        """Work on items until the slot is over."""
+        reply = await self._asked(self.reporter.begin(self.slot, self.job_id, str(uuid.uuid4())))
+        if reply.epoch is None or reply.verdict in ("ended", "lost"):
+            return
+        self.epoch = reply.epoch
+        self.slice_ends = time.monotonic() + self.time_slice
+        self.hold = keeper.Hold(
+            holding=models.Holding(self.reporter.run_id, self.slot, self.epoch),
+            on_verdict=self._told_by(asyncio.get_running_loop()),
+        )
+        self.runtime.keeper.add(self.hold)
+        try:
+            while reply.verdict not in ("ended", "lost"):
+                reply = await self._turn(reply)
+            if reply.verdict == "lost":
+                self._log_lost()
+        finally:
+            self.runtime.keeper.remove(self.hold)
+            self.reporter.release_suspect(self.slot)
+        if self.cancelled:
+            raise asyncio.CancelledError
+        if self.current is not None:
+            await self.current.leftover()
+
+    async def _turn(self, reply: models.Reply) -> models.Reply:
+        if reply.verdict == "item":
+            return await self._item_turn(reply)
+        if reply.verdict == "wait" and not self._ending():
+            try:
+                await self.runtime.suspicion.freed(reply.wait_seconds or 0.05)
+            except asyncio.CancelledError:
+                self.cancelled = True
+        return await self._report(reply.ledger, {})
+
+    async def _item_turn(self, reply: models.Reply) -> models.Reply:
+        # The worker is shutting down, or somebody aborted the job: given back at no charge.
+        columns: dict[str, Any] = {"outcome": "returned"}
+        if not self.cancelled:
+            try:
+                columns = await self._worked(reply)
+            except asyncio.CancelledError:
+                self.cancelled = True
+            except execution.Stopped:
+                pass
+        if self.lost:
+            return dataclasses.replace(reply, verdict="lost")
+        return await self._report(
+            reply.ledger, columns | {"position": reply.position, "claim": reply.claim}
+        )
+
+    async def _worked(self, reply: models.Reply) -> dict[str, Any]:
+        work, options = self.work, self.work.options
+        attempt = (reply.failures or 0) + 1
+        try:
+            payload = work.items.load(reply.payload or "null")
+        except errors.InvalidValue as exc:
+            return work.failure(errors.PermanentError(f"its stored item {exc}"), attempt)
+        args = [payload]
+        if options.pass_context:
+            self.item = self._context(reply, attempt)
+            args.insert(0, self.item)
+        threads = self.runtime.threads(worker_places())
+        self.current = execution.Execution(work.function, threads)
+        assert self.hold is not None  # noqa: S101 - set by serve
+        if options.timeout is not None:
+            self.hold.renew_until = time.monotonic() + options.timeout + _RENEWAL_GRACE_SECONDS
+        end = await self.current.run(*args, timeout=options.timeout)
+        self.hold.renew_until = None
+        return work.outcome_of(end, attempt)
+
+    def _context(self, reply: models.Reply, attempt: int) -> context.ItemContext:
+        assert self.hold is not None and reply.position is not None  # noqa: S101
+        return context.ItemContext(
+            run_id=self.reporter.run_id,
+            position=reply.position,
+            key=reply.item_key,
+            attempt=attempt,
+            run_args=self.run_args,
+            _database=self.runtime.database,
+            _holding=self.hold.holding,
+            _claim=reply.claim or 0,
+        )
+
+    async def _report(self, ledger: int, columns: dict[str, Any]) -> models.Reply:
+        entry = models.Entry(slot=self.slot, epoch=self.epoch, wish=self._wish(), **columns)
+        reply = await self._asked(self.reporter.report(ledger, entry))
+        if reply.verdict == "item" and time.monotonic() >= self.slice_ends:
+            self.slice_ends = time.monotonic() + self.time_slice
+        return reply
+
+    async def _asked(self, question: Coroutine[Any, Any, models.Reply]) -> models.Reply:
+        """Wait for an answer even when cancelled meanwhile: what it hands out is given back."""
+        task = asyncio.create_task(question, name="fanout-ask")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            await asyncio.wait({task}, timeout=_LAST_ANSWER_SECONDS)
+            if not task.done() or task.cancelled():
+                task.cancel()
+                raise
+            return task.result()
+
+    def _wish(self) -> str:
+        if self._ending():
+            return "end"
+        return "slice" if time.monotonic() >= self.slice_ends else "next"
+
+    def _ending(self) -> bool:
+        thread_stuck = self.current is not None and self.current.thread_stuck()
+        return self.cancelled or thread_stuck or worker_stops()
+
+    def _told_by(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
+        def told(verdict: str) -> None:
+            # From the keeper's thread: a blocked loop must not hide it from the child.
+            if self.item is not None:
+                self.item._told(verdict)
+            if verdict in ("lost", "abort"):
+                self.lost = self.lost or verdict == "lost"
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._give_up)
+
+        return told
+
+    def _give_up(self) -> None:
+        if self.current is not None:
+            self.current.give_up()
+
+    def _log_lost(self) -> None:
+        logger.warning(
+            "Slot lost: another worker took over its item; nothing was recorded",
+            extra={
+                "action": "slot_lost",
+                "run_id": self.reporter.run_id,
+                "slot": self.slot,
+                "job_id": self.job_id,
+            },
+        )
+
+
+async def run_job(
+    work: Work, shared: runtime.Runtime, job: procrastinate.JobContext, run_id: int, slot: int
+) -> None:
+    """Execute one child job."""
+    assert job.job.id is not None  # noqa: S101 - a job that runs has an id
+    with shared.reporter(run_id) as mine:
+        run_args: Mapping[str, Any] = {}
+        if work.options.pass_context:
+            facts = await shared.database.run_async(store.run(run_id))
+            run_args = facts.args if facts else {}
+        await Slot(
+            work=work,
+            runtime=shared,
+            reporter=mine,
+            job_id=job.job.id,
+            slot=slot,
+            time_slice=shared.settings.time_slice,
+            run_args=run_args,
+        ).serve()

@@ -1,0 +1,137 @@
+"""The library's own connections: autocommit, read committed, one statement at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import psycopg
+import psycopg.rows
+
+from fanout_procrastinate import errors, store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DriverError = psycopg.Error
+Connect = Callable[[], "psycopg.Connection[Any]"]
+
+_TRY_AGAIN = ("40001", "40P01")
+_MISSING = ("42P01", "42883", "42704")  # table, function, type
+_TRIES = 20
+_LEVEL = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
+
+
+def mapped(exc: psycopg.Error) -> errors.FanoutError:
+    """Return the library's error for one of the driver's."""
+    if exc.sqlstate in _MISSING and "fanout" in str(exc):
+        return errors.SchemaError(f"the fan-out tables are missing ({_first_line(exc)})")
+    lost = isinstance(exc, psycopg.OperationalError | psycopg.InterfaceError)
+    refused = (exc.sqlstate or "")[:2] in ("22", "23", "42")
+    return errors.DatabaseError(
+        _first_line(exc), sqlstate=exc.sqlstate, transient=lost or not refused
+    )
+
+
+def tries_again(sqlstate: str | None) -> bool:
+    """Return whether the same statement is to be sent again at once."""
+    return sqlstate in _TRY_AGAIN
+
+
+def pause_before(attempt: int) -> float:
+    """Return the seconds to wait before trying again after a serialisation failure."""
+    longest: float = min(0.5, 0.005 * 2 ** min(attempt, 10))
+    return longest * random.random()  # noqa: S311 - jitter
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+
+
+class Database:
+    """Run calls on a few connections, from any thread or from a loop without blocking it.
+
+    Args:
+        connect: opens a connection; its settings are made to fit here.
+        size: how many statements may be on their way at the same time.
+    """
+
+    def __init__(self, connect: Connect, *, size: int = 4) -> None:
+        self._connect = connect
+        self._free: list[psycopg.Connection[Any]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._executor = concurrent.futures.ThreadPoolExecutor(
+            max_workers=size, thread_name_prefix="fanout-database"
+        )
+
+    def run(self, call: store.Call[T]) -> T:
+        """Run a call; serialisation failures and deadlocks are tried again.
+
+        Raises:
+            SchemaError: the tables are missing.
+            DatabaseError: anything else that the driver raised.
+        """
+        for attempt in range(_TRIES):
+            try:
+                return self._run_once(call)
+            except psycopg.Error as exc:
+                if not tries_again(exc.sqlstate) or attempt == _TRIES - 1:
+                    raise mapped(exc) from exc
+            time.sleep(pause_before(attempt))
+        raise AssertionError("unreachable")
+
+    async def run_async(self, call: store.Call[T]) -> T:
+        """Run a call in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.run, call)
+
+    def close(self) -> None:
+        """Close the connections; statements on their way end first."""
+        self._executor.shutdown(wait=True)
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, []
+        for connection in free:
+            connection.close()
+
+    def _run_once(self, call: store.Call[T]) -> T:
+        connection = self._take()
+        try:
+            rows = connection.execute(call.sql.encode(), call.params).fetchall()
+        except BaseException:
+            if connection.broken or connection.closed:
+                connection.close()
+            else:
+                self._give_back(connection)
+            raise
+        self._give_back(connection)
+        return call.parse(rows)
+
+    def _take(self) -> psycopg.Connection[Any]:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        connection = self._connect()
+        try:
+            if not connection.autocommit:
+                connection.rollback()
+                connection.autocommit = True
+            connection.row_factory = psycopg.rows.dict_row
+            connection.execute(_LEVEL)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _give_back(self, connection: psycopg.Connection[Any]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._free.append(connection)
+                return
+        connection.close()

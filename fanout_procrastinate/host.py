@@ -1,0 +1,143 @@
+"""The host app's own connector: starting, control and reading go through it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import procrastinate
+import procrastinate.exceptions
+import psycopg
+
+from fanout_procrastinate import database, errors, store
+
+T = TypeVar("T")
+
+_TRIES = 20
+_REMEDY = "pass FanOut(app, connection_factory=lambda: psycopg.connect(...))"
+# A half-open socket must not hold a renewal for hours.
+_KEEPALIVE = {
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+    "connect_timeout": 10,
+}
+
+
+class Host:
+    """Run calls through an app's connector, sync or async."""
+
+    def __init__(self, app: procrastinate.App) -> None:
+        self.app = app
+
+    def run(self, call: store.Call[T], *, connection: Any = None) -> T:
+        """Run a call; on the caller's own connection it joins the caller's transaction.
+
+        Raises:
+            SchemaError: the tables are missing.
+            DatabaseError: anything else that the driver raised.
+        """
+        connector = self.app.connector.get_sync_connector()
+        if connection is not None:
+            return self._parsed(
+                call,
+                lambda: connector.execute_query_all_with_connection(
+                    connection, call.sql, **call.params
+                ),
+            )
+        for attempt in range(_TRIES):
+            try:
+                return call.parse(connector.execute_query_all(call.sql, **call.params))
+            except procrastinate.exceptions.ConnectorException as exc:
+                _raise_unless_retried(exc, attempt)
+            time.sleep(database.pause_before(attempt))
+        raise AssertionError("unreachable")
+
+    async def run_async(self, call: store.Call[T], *, connection: Any = None) -> T:
+        """Run a call without blocking the loop; otherwise like `run`."""
+        connector = self.app.connector
+        if connection is not None:
+            try:
+                return call.parse(
+                    await connector.execute_query_all_async_with_connection(
+                        connection, call.sql, **call.params
+                    )
+                )
+            except procrastinate.exceptions.ConnectorException as exc:
+                raise _mapped(exc) from exc
+        for attempt in range(_TRIES):
+            try:
+                return call.parse(await connector.execute_query_all_async(call.sql, **call.params))
+            except procrastinate.exceptions.ConnectorException as exc:
+                _raise_unless_retried(exc, attempt)
+            await asyncio.sleep(database.pause_before(attempt))
+        raise AssertionError("unreachable")
+
+    def _parsed(self, call: store.Call[T], execute: Callable[[], Any]) -> T:
+        try:
+            return call.parse(execute())
+        except procrastinate.exceptions.ConnectorException as exc:
+            raise _mapped(exc) from exc
+
+
+def _mapped(exc: procrastinate.exceptions.ConnectorException) -> errors.FanoutError:
+    cause = exc.__cause__ or exc.__context__
+    if isinstance(cause, psycopg.Error):
+        return database.mapped(cause)
+    return errors.DatabaseError(str(cause or exc), transient=True)
+
+
+def _raise_unless_retried(exc: procrastinate.exceptions.ConnectorException, attempt: int) -> None:
+    cause = exc.__cause__ or exc.__context__
+    sqlstate = cause.sqlstate if isinstance(cause, psycopg.Error) else None
+    if not database.tries_again(sqlstate) or attempt == _TRIES - 1:
+        raise _mapped(exc) from exc
+
+
+def connect_as(app: procrastinate.App) -> database.Connect:
+    """Return a function that opens connections like those of the app's connector.
+
+    Raises (when called):
+        ConfigurationError: the connector does not tell how; the message names the remedy.
+    """
+
+    def connect() -> psycopg.Connection[Any]:
+        conninfo, kwargs = _connection_settings(app.connector)
+        return psycopg.connect(conninfo, **_KEEPALIVE | kwargs)
+
+    return connect
+
+
+def _connection_settings(connector: Any) -> tuple[str, dict[str, Any]]:
+    pool = getattr(connector, "_async_pool", None) or getattr(connector, "_pool", None)
+    if pool is not None:
+        conninfo, kwargs = getattr(pool, "conninfo", None), getattr(pool, "kwargs", None)
+    else:
+        arguments = getattr(connector, "_pool_args", None)
+        if not isinstance(arguments, Mapping):
+            raise errors.ConfigurationError(
+                f"{type(connector).__name__} does not tell how to open a connection; {_REMEDY}"
+            )
+        conninfo, kwargs = arguments.get("conninfo", ""), arguments.get("kwargs")
+    settings = (_called(conninfo) or "", dict(_called(kwargs) or {}))
+    for name in ("autocommit", "row_factory", "cursor_factory", "context"):
+        settings[1].pop(name, None)
+    return settings
+
+
+def _called(value: Any) -> Any:
+    """Return the value, or what a function without arguments gives for it."""
+    if callable(value):
+        value = value()
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise errors.ConfigurationError(
+            f"the pool's connection settings come from an async function; {_REMEDY}"
+        )
+    return value

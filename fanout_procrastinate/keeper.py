@@ -1,0 +1,147 @@
+"""A thread of its own in every process that executes our jobs: it renews and it sweeps.
+
+The host worker's heartbeat will not do: it stops during a graceful shutdown, and whatever runs on
+the event loop is silent while a child blocks that loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fanout_procrastinate import errors, models, store, sweeper
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Hold:
+    """Something that this process holds as long as it renews it.
+
+    Args:
+        renew_call: the renewal, for what is not a slot; it answers whether we still hold it.
+        holding: the slot, for slots; these are renewed all together.
+        on_verdict: told ``lost``, ``stop`` or ``abort``, from the keeper's thread.
+        renew_until: ``time.monotonic()`` after which it is renewed no more: past its time limit
+            an item may be taken over, whatever its thread still does. ``None`` = no limit.
+    """
+
+    on_verdict: Callable[[str], None]
+    holding: models.Holding | None = None
+    renew_call: store.Call[bool] | None = None
+    renew_until: float | None = None
+
+    def expired(self, now: float) -> bool:
+        return self.renew_until is not None and now > self.renew_until
+
+
+class Keeper:
+    """Time the renewals and sweeps of one process.
+
+    Args:
+        run: runs one call on a connection that nobody else uses.
+        sweep: what to sweep with.
+        renew_interval: seconds between renewals.
+        sweep_interval: seconds between sweeps.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[store.Call[Any]], Any],
+        sweep: sweeper.Sweeper,
+        *,
+        renew_interval: float,
+        sweep_interval: float,
+    ) -> None:
+        self._run = run
+        self._sweep = sweep
+        self._renew_interval = renew_interval
+        self._sweep_interval = sweep_interval
+        self._holds: set[Hold] = set()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="fanout-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Stop the thread and wait for it, `timeout` seconds at most."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def add(self, hold: Hold) -> None:
+        """Renew this from now on."""
+        with self._lock:
+            self._holds.add(hold)
+
+    def remove(self, hold: Hold) -> None:
+        """Renew this no more."""
+        with self._lock:
+            self._holds.discard(hold)
+
+    def renew_once(self) -> None:
+        """Renew everything held, and pass on what the database says of it."""
+        now = time.monotonic()
+        with self._lock:
+            holds = [hold for hold in self._holds if not hold.expired(now)]
+        slots = {hold.holding: hold for hold in holds if hold.holding is not None}
+        if slots:
+            for holding, verdict in self._run(store.renew(list(slots), self._renew_interval / 2)):
+                slots[holding].on_verdict(verdict)
+        for hold in holds:
+            if hold.renew_call is not None and not self._run(hold.renew_call):
+                with self._lock:
+                    held = hold in self._holds
+                if held:
+                    hold.on_verdict("lost")
+
+    def sweep_once(self) -> float:
+        """Sweep, and return the seconds until the next sweep."""
+        report = self._sweep.sweep_once()
+        # A slot marked at the first look is looked at again as soon as that may decide.
+        if report.done.get("marked"):
+            return min(self._sweep_interval, self._renew_interval * 1.02)
+        return self._sweep_interval
+
+    def _loop(self) -> None:
+        next_renewal = time.monotonic() + self._renew_interval
+        # At the start too, at a time of its own for each process.
+        next_sweep = time.monotonic() + min(1.0, self._sweep_interval) * random.random()  # noqa: S311
+        while not self._stop_requested():
+            self._wake.wait(max(0.0, min(next_renewal, next_sweep) - time.monotonic()))
+            if self._stop_requested():
+                return
+            if time.monotonic() >= next_renewal:
+                next_renewal = time.monotonic() + self._renew_interval
+                if self._guarded(self.renew_once, "renewal_failed") is None:
+                    # After an outage nobody may be judged before he had the chance to renew.
+                    next_renewal = time.monotonic() + min(1.0, self._renew_interval)
+            elif time.monotonic() >= next_sweep:
+                wait = self._guarded(self.sweep_once, "sweep_failed")
+                next_sweep = time.monotonic() + (self._sweep_interval if wait is None else wait)
+
+    def _stop_requested(self) -> bool:
+        return self._stopping
+
+    def _guarded(self, step: Callable[[], Any], action: str) -> Any:
+        try:
+            result = step()
+        except errors.FanoutError as exc:
+            logger.warning(
+                "The database did not answer", extra={"action": action, "exception": str(exc)}
+            )
+            return None
+        except Exception:
+            logger.exception("Unexpected error", extra={"action": action})
+            return None
+        return True if result is None else result

@@ -1,0 +1,258 @@
+"""The manager job: list the items, stage them in chunks, seal. It never waits for children."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import procrastinate
+
+from fanout_procrastinate import (
+    error_records,
+    errors,
+    execution,
+    keeper,
+    models,
+    outcomes,
+    runtime,
+    settings,
+    staging,
+    store,
+)
+
+logger = logging.getLogger(__name__)
+
+_REASON_CHARS = 2000
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Listing:
+    """One execution of a manager.
+
+    Args:
+        function: the user's function.
+        options: as declared.
+        packer: checks the items and packs them.
+        runtime: of this process.
+        run_id: the run.
+        claim: this execution's fence, and the run's arguments.
+    """
+
+    function: Callable[..., Any]
+    options: settings.ManagerOptions
+    packer: staging.Packer
+    runtime: runtime.Runtime
+    run_id: int
+    claim: models.ManagerClaim
+    _lost: bool = False
+
+    async def execute(self) -> None:
+        """Stage everything and seal; an error is classed, and the manager runs again or fails.
+
+        Raises:
+            Exception: what the manager raised, so that its job shows it.
+        """
+        hold = keeper.Hold(
+            renew_call=store.renew_manager(self.run_id, self.claim.fence),
+            on_verdict=self._told_by(asyncio.get_running_loop(), asyncio.current_task()),
+        )
+        if self.options.timeout is not None:
+            hold.renew_until = time.monotonic() + self.options.timeout + 10.0
+        self.runtime.keeper.add(hold)
+        try:
+            await self._within_limit()
+        except errors.StaleManager:
+            self._log_stale()
+        except asyncio.CancelledError:
+            if self._lost:
+                self._log_stale()
+                return
+            await asyncio.shield(self._fail("its worker stopped", 0.0, charge=False))
+            raise
+        except BaseException as exc:
+            await self._classed(exc)
+            raise
+        finally:
+            self.runtime.keeper.remove(hold)
+
+    async def _within_limit(self) -> None:
+        limit = self.options.timeout
+        try:
+            async with asyncio.timeout(limit):
+                await self._stage()
+        except TimeoutError as exc:
+            if isinstance(exc.__cause__, asyncio.CancelledError):
+                raise TimeoutError(f"its time limit of {limit:g} s passed") from exc
+            raise
+
+    async def _stage(self) -> None:
+        if _is_async(self.function):
+            async for chunk in self._async_chunks():
+                await self._append(chunk)
+        else:
+            await self._stage_in_thread()
+        sealed = await self.runtime.database.run_async(store.seal(self.run_id, self.claim.fence))
+        if sealed is None:
+            raise errors.StaleManager(self.run_id)
+
+    async def _append(self, chunk: staging.Chunk) -> None:
+        self._check(await self.runtime.database.run_async(self._append_call(chunk)))
+
+    def _append_call(self, chunk: staging.Chunk) -> store.Call[int | None]:
+        return store.append(self.run_id, self.claim.fence, chunk.keys, chunk.payloads)
+
+    def _check(self, staged: int | None) -> None:
+        if staged is None:
+            raise errors.StaleManager(self.run_id)
+
+    async def _async_chunks(self) -> AsyncIterator[staging.Chunk]:
+        listed = self.function(**self.claim.args)
+        if inspect.isawaitable(listed):
+            listed = await listed
+        async for value in _items_async(listed):
+            if chunk := self.packer.add(value):
+                yield chunk
+        if chunk := self.packer.rest():
+            yield chunk
+
+    async def _stage_in_thread(self) -> None:
+        # One thread from the first item to the last: generators over a database cursor and the
+        # like belong to the thread that made them.
+        with concurrent.futures.ThreadPoolExecutor(1, "fanout-manager") as thread:
+            stopped = False
+
+            def stage() -> Any:
+                listed = self.function(**self.claim.args)
+                if not hasattr(listed, "__iter__"):
+                    return listed
+                for chunk in self.packer.chunks(_items(listed)):
+                    if stopped:
+                        return None
+                    self._check(self.runtime.database.run(self._append_call(chunk)))
+                return None
+
+            call = execution.Execution(stage, thread)
+            try:
+                end = await call.run(timeout=None)
+            except BaseException:
+                stopped = True
+                thread.shutdown(wait=False)
+                raise
+        if isinstance(end, execution.Raised):
+            raise end.error
+        if end.value is not None:
+            await self._stage_awaited(end.value)
+
+    async def _stage_awaited(self, listed: Any) -> None:
+        """Stage what a sync function gave that is async after all, such as a partial's result."""
+        if inspect.isawaitable(listed):
+            listed = await listed
+        async for value in _items_async(listed):
+            if chunk := self.packer.add(value):
+                await self._append(chunk)
+        if chunk := self.packer.rest():
+            await self._append(chunk)
+
+    async def _classed(self, exc: BaseException) -> None:
+        verdict = outcomes.classify(exc)
+        permanent = verdict.permanent or isinstance(exc, errors.InvalidItem)
+        wait = verdict.retry_in
+        if wait is None:
+            wait = self.options.backoff.delay(self.claim.attempt)
+        record = error_records.describe(exc, classification=verdict)
+        reason = f"its manager failed: {record['type']}: {record['message']}"[:_REASON_CHARS]
+        again = await asyncio.shield(self._fail(reason, None if permanent else wait))
+        logger.error(
+            "Manager failed",
+            extra={
+                "action": "manager_failed",
+                "run_id": self.run_id,
+                "attempt": self.claim.attempt,
+                "again": bool(again),
+                "exception": reason,
+            },
+        )
+
+    async def _fail(
+        self, reason: str, retry_in: float | None, *, charge: bool = True
+    ) -> bool | None:
+        call = store.manager_fail(
+            self.run_id, self.claim.fence, reason=reason, retry_in=retry_in, charge=charge
+        )
+        return await self.runtime.database.run_async(call)
+
+    def _told_by(
+        self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | None
+    ) -> Callable[[str], None]:
+        def told(verdict: str) -> None:
+            self._lost = True
+            try:
+                if task is not None:
+                    loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:
+                pass  # the loop is closed
+
+        return told
+
+    def _log_stale(self) -> None:
+        logger.warning(
+            "Manager overtaken: a newer execution owns the run, or it is closed",
+            extra={"action": "manager_stale", "run_id": self.run_id},
+        )
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _items(listed: Any) -> Iterator[Any]:
+    if isinstance(listed, str | bytes):
+        raise errors.PermanentError("the manager returned text; return a list of items")
+    return iter(listed)
+
+
+async def _items_async(listed: Any) -> AsyncIterator[Any]:
+    if hasattr(listed, "__aiter__"):
+        async for value in listed:
+            yield value
+    elif hasattr(listed, "__iter__"):
+        for value in _items(listed):
+            yield value
+    else:
+        raise errors.PermanentError(
+            f"the manager returned {type(listed).__name__}; yield the items or return an iterable"
+        )
+
+
+async def run_job(
+    *,
+    function: Callable[..., Any],
+    options: settings.ManagerOptions,
+    packer: staging.Packer,
+    shared: runtime.Runtime,
+    job: procrastinate.JobContext,
+    run_id: int,
+) -> None:
+    """Execute one manager job."""
+    assert job.job.id is not None  # noqa: S101 - a job that runs has an id
+    claim = await shared.database.run_async(store.manager_begin(run_id, job.job.id))
+    if claim is None:
+        logger.info(
+            "Nothing to list: the run is sealed or closed",
+            extra={"action": "manager_not_wanted", "run_id": run_id},
+        )
+        return
+    await Listing(
+        function=function,
+        options=options,
+        packer=packer,
+        runtime=shared,
+        run_id=run_id,
+        claim=claim,
+    ).execute()

@@ -1,0 +1,302 @@
+"""Values and statuses that users read: all frozen, all read from one snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+
+class RunStatus(enum.StrEnum):
+    """Name the states of a run."""
+
+    PENDING = "pending"
+    """Its manager has not sealed it yet."""
+    PROCESSING = "processing"
+    """Its items are being worked on."""
+    COMPLETED = "completed"
+    """Every item is final, failed ones included."""
+    FAILED = "failed"
+    """Closed early: the manager failed, tolerance exceeded, deadline passed, or stuck."""
+    CANCELLED = "cancelled"
+    """Closed early by an operator."""
+
+    @property
+    def closed(self) -> bool:
+        return self in (RunStatus.COMPLETED, RunStatus.FAILED, RunStatus.CANCELLED)
+
+
+class ItemStatus(enum.StrEnum):
+    """Name the states of an item."""
+
+    PENDING = "pending"
+    PROCESSING = "processing"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Show where a run stands, at one moment.
+
+    ``pending + processing + succeeded + failed + cancelled == total`` at every reading of a sealed
+    run; before the seal ``total`` is ``None`` and ``pending`` counts the items staged so far.
+
+    Args:
+        run_id: the run.
+        name: its manager's task name (its child's, for ``.map``).
+        status: where the run stands; ``status.closed`` tells whether it is final.
+        total: items of the run; ``None`` until the manager has listed them all.
+        pending: items not at work, the waiting ones included.
+        waiting: released items, due again now or later.
+        processing: items at work.
+        succeeded: items that ended well.
+        failed: items that failed for good.
+        cancelled: items that a stop left undone.
+        duplicates: items that the manager listed again under the same key, and that were skipped.
+        paused: whether nothing is handed out until the run is resumed.
+        generation: 1, and one more each time ``retry_failed`` reopened the run.
+        rate: outcomes per second: decayed over half a minute, or the mean of a closed run.
+        reason: why the run was closed early, or is being stopped.
+        callbacks: the state of this generation's callbacks by task name: ``owed``, ``running``,
+            ``done`` or ``failed``.
+        max_in_flight: items at work at the same time, at most.
+    """
+
+    run_id: int
+    name: str
+    status: RunStatus
+    total: int | None
+    pending: int
+    waiting: int
+    processing: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    duplicates: int
+    paused: bool
+    generation: int
+    rate: float
+    reason: str | None
+    callbacks: Mapping[str, str]
+    max_in_flight: int
+    created_at: datetime.datetime
+    scheduled_at: datetime.datetime | None
+    deadline: datetime.datetime | None
+    started_at: datetime.datetime | None
+    closed_at: datetime.datetime | None
+    last_activity_at: datetime.datetime | None
+
+    @property
+    def done(self) -> int:
+        """Return how many items are final."""
+        return self.succeeded + self.failed + self.cancelled
+
+    @property
+    def percent(self) -> float:
+        """Return the final items' share in percent: 0 before the seal, 100 for an empty run."""
+        if self.total is None:
+            return 0.0
+        return 100.0 * self.done / self.total if self.total else 100.0
+
+    @property
+    def eta(self) -> float | None:
+        """Return the seconds left at the present rate; ``None`` while nobody can tell."""
+        if self.status.closed:
+            return 0.0
+        if self.total is None or self.paused or self.rate <= 1e-9:
+            return None
+        return (self.total - self.done) / self.rate
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the run is final."""
+        return self.status.closed
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Progress:
+        """Build it from the database's JSON."""
+        values: dict[str, Any] = {
+            field.name: data.get(field.name) for field in dataclasses.fields(cls)
+        }
+        values["status"] = RunStatus(data["status"])
+        for name, value in values.items():
+            if name.endswith("_at") or name == "deadline":
+                values[name] = None if value is None else datetime.datetime.fromisoformat(value)
+        values["callbacks"] = dict(data.get("callbacks") or {})
+        values["rate"] = float(data.get("rate") or 0.0)
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; times are ISO 8601, derived figures included."""
+        values: dict[str, Any] = {
+            name: value.isoformat() if isinstance(value, datetime.datetime) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+        return values | {
+            "status": str(self.status),
+            "percent": round(self.percent, 2),
+            "eta": None if self.eta is None else round(self.eta, 1),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item:
+    """Show one item of a run.
+
+    Args:
+        position: its place in the run, from 0.
+        key: its key, where the manager gave one.
+        status: where it stands.
+        payload: what the manager listed, as JSON.
+        result: what the child returned, as JSON; ``None`` unless it succeeded.
+        error: the last error (``type``, ``message``, ``traceback``, ``class``), or ``None``.
+        attempts: tries that ended in an outcome, the running one included: 0 = never tried.
+            Releases at no charge and crashes do not count.
+        crashes: how often its worker died while working on it.
+        sanitised: whether something the database cannot store was replaced in its result.
+        due: when it is tried again, while it waits for that.
+    """
+
+    position: int
+    key: str | None
+    status: ItemStatus
+    payload: Any
+    result: Any
+    error: Mapping[str, Any] | None
+    attempts: int
+    crashes: int
+    sanitised: bool
+    due: datetime.datetime | None
+    started_at: datetime.datetime | None
+    finished_at: datetime.datetime | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; times are ISO 8601."""
+        return {
+            name: value.isoformat() if isinstance(value, datetime.datetime) else value
+            for name, value in dataclasses.asdict(self).items()
+        } | {"status": str(self.status)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorGroup:
+    """Show the failed items of one type of error, with one of them as a sample."""
+
+    error_type: str
+    count: int
+    message: str
+    position: int
+    key: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepReport:
+    """Show what one sweep did.
+
+    Args:
+        runs: the runs that were looked at closely, and what each was suspected of.
+        done: what was done, as counts by name; empty on a healthy system.
+        errors: the runs that could not be repaired, and why; the sweep went on with the others.
+    """
+
+    runs: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    done: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    errors: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def changed(self) -> bool:
+        """Return whether anything was written."""
+        return bool(self.done)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "runs": {str(run): finding for run, finding in self.runs.items()},
+            "done": dict(self.done),
+            "errors": {str(run): error for run, error in self.errors.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Hold what never changes about a run."""
+
+    run_id: int
+    name: str
+    run_key: str | None
+    args: Mapping[str, Any]
+    tags: tuple[str, ...]
+    manager_task: str | None
+    child_task: str
+    child_queue: str
+    ledgers: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Started:
+    """Tell what became of a call that starts a run."""
+
+    run_id: int
+    outcome: str
+    status: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ManagerClaim:
+    """Hold one execution of a manager: its fence, and what it works with."""
+
+    fence: int
+    args: Mapping[str, Any]
+    attempt: int
+    child_task: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reply:
+    """Hold the database's answer for one slot; see ``fanout_reply_v1`` for the verdicts."""
+
+    slot: int
+    verdict: str
+    epoch: int | None
+    ledger: int
+    position: int | None
+    claim: int | None
+    failures: int | None
+    crashes: int | None
+    item_key: str | None
+    payload: str | None
+    wait_seconds: float | None
+    stop: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Hold one slot's part of a report: the outcome of the item in hand, if any, and its wish."""
+
+    slot: int
+    epoch: int
+    wish: str
+    position: int | None = None
+    claim: int | None = None
+    outcome: str | None = None
+    retry_in: float | None = None
+    result: str | None = None
+    error: str | None = None
+    sanitised: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Holding:
+    """Hold an active slot's identity, for renewal."""
+
+    run_id: int
+    slot: int
+    epoch: int

@@ -1,0 +1,243 @@
+"""Coalescing: per ledger and process at most one report is on its way; the rest goes with the next.
+
+There is no timer. A reply that is lost is asked for again until the verdict is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fanout_procrastinate import errors, models, store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Run = Callable[[store.Call[Any]], Any]
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 5.0
+_REFUSED = json.dumps(
+    {
+        "type": "OutcomeRefused",
+        "class": "permanent",
+        "traceback": "",
+        "message": "the database refused to store this outcome; see the worker's log",
+    }
+)
+
+
+class Suspicion:
+    """Who in this process works on a suspect: an item whose worker died before. One at a time."""
+
+    def __init__(self) -> None:
+        self._holder: object | None = None
+        self._freed = asyncio.Event()
+
+    def reserve(self, owner: object) -> bool:
+        """Reserve the one place; false where it is taken."""
+        if self._holder is not None:
+            return False
+        self._holder = owner
+        return True
+
+    def settle(self, owner: object, holder: object | None) -> None:
+        """Turn a reservation into a hold, or give it back."""
+        if self._holder is owner:
+            self._holder = holder
+            if holder is None:
+                self._free()
+
+    def release(self, holder: object) -> None:
+        """Give back the place if this one has it."""
+        if self._holder is holder:
+            self._holder = None
+            self._free()
+
+    async def freed(self, timeout: float) -> None:
+        """Wait until the place becomes free, `timeout` seconds at most."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._freed.wait()
+        except TimeoutError:
+            pass
+
+    def _free(self) -> None:
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+
+@dataclasses.dataclass(eq=False)
+class _Sending:
+    entry: models.Entry
+    reply: asyncio.Future[models.Reply]
+
+
+class Reporter:
+    """Send the outcomes and wishes of this process's slots of one run.
+
+    Args:
+        run: runs one call without blocking the loop.
+        run_id: the run.
+        suspicion: shared by all reporters of the process.
+    """
+
+    def __init__(
+        self, run: Callable[[store.Call[Any]], Any], run_id: int, suspicion: Suspicion
+    ) -> None:
+        self._run = run
+        self.run_id = run_id
+        self._suspicion = suspicion
+        self._waiting: dict[int, list[_Sending]] = {}
+        self._senders: dict[int, asyncio.Task[None]] = {}
+        self._ledger: int | None = None
+        self._stop_sent = False
+        self.slots = 0
+
+    async def begin(self, slot: int, job_id: int, token: str) -> models.Reply:
+        """Bind a job to its slot; asks for the ledger on which this process works already."""
+        ledger = random.randrange(16) if self._ledger is None else self._ledger  # noqa: S311
+        reservation = object()
+        suspect = self._suspicion.reserve(reservation)
+        replies: list[models.Reply] = []
+        try:
+            reply = await self._until_known(
+                store.begin(self.run_id, slot, job_id, token=token, ledger=ledger, suspect=suspect)
+            )
+            replies.append(reply)
+        finally:
+            self._settle(reservation, replies)
+        self._note(reply)
+        return reply
+
+    async def report(self, ledger: int, entry: models.Entry) -> models.Reply:
+        """Send one slot's outcome and wish with the next report on this ledger."""
+        sending = _Sending(entry, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(ledger, []).append(sending)
+        if ledger not in self._senders:
+            task = asyncio.create_task(self._send(ledger), name=f"fanout-report-{self.run_id}")
+            self._senders[ledger] = task
+        return await sending.reply
+
+    async def close(self) -> None:
+        """Wait for the reports on their way."""
+        while self._senders:
+            await asyncio.wait(set(self._senders.values()))
+
+    async def _send(self, ledger: int) -> None:
+        try:
+            await asyncio.sleep(0)  # what ends in the same turn of the loop goes along
+            while batch := self._waiting.pop(ledger, None):
+                await self._send_batch(ledger, batch)
+        finally:
+            del self._senders[ledger]
+            for sending in self._waiting.pop(ledger, ()):
+                sending.reply.cancel()
+
+    async def _send_batch(self, ledger: int, batch: Sequence[_Sending]) -> None:
+        try:
+            replies = await self._replies(ledger, [sending.entry for sending in batch])
+        except errors.DatabaseError as exc:
+            await self._isolate(ledger, batch, exc)
+            return
+        except BaseException as exc:
+            for sending in batch:
+                if not sending.reply.done():
+                    if isinstance(exc, Exception):
+                        sending.reply.set_exception(exc)
+                    else:
+                        sending.reply.cancel()
+            if isinstance(exc, Exception):
+                return
+            raise
+        by_slot = {reply.slot: reply for reply in replies}
+        for sending in batch:
+            if not sending.reply.done():
+                sending.reply.set_result(by_slot[sending.entry.slot])
+
+    async def _isolate(
+        self, ledger: int, batch: Sequence[_Sending], exc: errors.DatabaseError
+    ) -> None:
+        """Split a refused report until the culprit stands alone; only that item fails."""
+        if len(batch) > 1:
+            middle = len(batch) // 2
+            await self._send_batch(ledger, batch[:middle])
+            await self._send_batch(ledger, batch[middle:])
+            return
+        (sending,) = batch
+        if sending.entry.error == _REFUSED or sending.entry.outcome is None:
+            if not sending.reply.done():
+                sending.reply.set_exception(exc)
+            return
+        logger.error(
+            "Outcome refused by the database",
+            extra={
+                "action": "outcome_refused",
+                "run_id": self.run_id,
+                "position": sending.entry.position,
+                "exception": str(exc),
+            },
+        )
+        sending.entry = dataclasses.replace(
+            sending.entry, outcome="failed", result=None, error=_REFUSED, sanitised=False
+        )
+        await self._send_batch(ledger, [sending])
+
+    async def _replies(self, ledger: int, entries: Sequence[models.Entry]) -> list[models.Reply]:
+        for entry in entries:
+            self._suspicion.release((self.run_id, entry.slot))
+        reservation = object()
+        suspect = self._suspicion.reserve(reservation)
+        replies: list[models.Reply] = []
+        try:
+            replies = await self._until_known(
+                store.report(self.run_id, ledger, entries, suspect=suspect)
+            )
+        finally:
+            self._settle(reservation, replies)
+        for reply in replies:
+            self._note(reply)
+        if any(reply.stop for reply in replies) and not self._stop_sent:
+            self._stop_sent = True
+            await self._until_known(
+                store.stop(self.run_id, status="failed", reason=None, abort=False)
+            )
+        return replies
+
+    def _settle(self, reservation: object, replies: Sequence[models.Reply]) -> None:
+        holder = next(((self.run_id, reply.slot) for reply in replies if reply.crashes), None)
+        self._suspicion.settle(reservation, holder)
+
+    def release_suspect(self, slot: int) -> None:
+        """Give back the place for suspects, if this slot has it."""
+        self._suspicion.release((self.run_id, slot))
+
+    def _note(self, reply: models.Reply) -> None:
+        if reply.verdict in ("item", "move"):
+            self._ledger = reply.ledger
+
+    async def _until_known(self, call: store.Call[T]) -> T:
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                result: T = await self._run(call)
+                return result
+            except errors.DatabaseError as exc:
+                if not exc.transient:
+                    raise
+                logger.warning(
+                    "The database did not answer; asking again",
+                    extra={
+                        "action": "report_resent",
+                        "run_id": self.run_id,
+                        "call": call.name,
+                        "exception": str(exc),
+                    },
+                )
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,459 @@
+"""Run: what users hold to watch a run, to wait for it, to read it and to control it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from fanout_procrastinate import codec, errors, events, host, models, settings, store
+
+T = TypeVar("T")
+
+_FIRST_POLL_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 2.0
+_PAGE = 500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Access:
+    """How runs reach the database and the declared children.
+
+    Args:
+        host: runs calls through the app's connector.
+        hub: tells of closed runs.
+        result_codec: the codec of a child task's results, ``None`` where it is not imported.
+    """
+
+    host: host.Host
+    hub: events.Hub
+    result_codec: Callable[[str], codec.Codec | None]
+
+
+class Pages(Generic[T]):
+    """Iterate with ``for`` or ``async for`` over rows that are read page by page."""
+
+    def __init__(
+        self,
+        access: Access,
+        page: Callable[[int], store.Call[list[models.Item]]],
+        converter: Callable[[models.RunFacts | None], Callable[[models.Item], T]],
+        facts: store.Call[models.RunFacts | None],
+    ) -> None:
+        self._access = access
+        self._page = page
+        self._converter = converter
+        self._facts = facts
+
+    def __iter__(self) -> Iterator[T]:
+        run = self._access.host.run
+        convert = self._converter(run(self._facts))
+        after = -1
+        while page := run(self._page(after)):
+            yield from map(convert, page)
+            after = page[-1].position
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        run = self._access.host.run_async
+        convert = self._converter(await run(self._facts))
+        after = -1
+        while page := await run(self._page(after)):
+            for item in page:
+                yield convert(item)
+            after = page[-1].position
+
+
+class Run:
+    """A run, by its id. Reading it asks the database each time.
+
+    Args:
+        run_id: the run.
+        created: whether the call that returned this object started the run; false where its
+            ``run_key`` named one that was there already.
+
+    Example:
+        >>> run = await extract_folder.defer_async(folder="papers")  # doctest: +SKIP
+        >>> progress = await run.wait_async(timeout=3600)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        run_id: int,
+        access: Access,
+        *,
+        created: bool = False,
+        facts: models.RunFacts | None = None,
+        closed_progress: models.Progress | None = None,
+    ) -> None:
+        self.id = run_id
+        self.created = created
+        self._access = access
+        self._facts = facts
+        self._closed_progress = closed_progress
+
+    def __repr__(self) -> str:
+        return f"Run({self.id})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @property
+    def facts(self) -> models.RunFacts:
+        """Return what never changes: name, key, arguments, tags, tasks.
+
+        Raises:
+            RunNotFound: the run is not kept.
+        """
+        if self._facts is None or self._facts.ledgers == 0:
+            self._facts = self._found(self._access.host.run(store.run(self.id)))
+        return self._facts
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Return the arguments that the run was triggered with."""
+        return self._facts.args if self._facts is not None else self.facts.args
+
+    @property
+    def closed_progress(self) -> models.Progress | None:
+        """Return the progress frozen when the run closed, in a callback: its generation's.
+
+        ``None`` while it is open.
+        """
+        if self._closed_progress is None:
+            self._closed_progress = self._access.host.run(store.closed_progress(self.id, None))
+        return self._closed_progress
+
+    # -- reading
+
+    def progress(self) -> models.Progress:
+        """Read where the run stands, all from one snapshot.
+
+        Raises:
+            RunNotFound: the run is not kept.
+        """
+        return self._found(self._access.host.run(store.progress(self.id)))
+
+    async def progress_async(self) -> models.Progress:
+        """Read where the run stands, all from one snapshot.
+
+        Raises:
+            RunNotFound: the run is not kept.
+        """
+        return self._found(await self._access.host.run_async(store.progress(self.id)))
+
+    def errors(self, limit: int = 10) -> list[models.ErrorGroup]:
+        """Read the failed items by type of error, the most frequent first."""
+        return self._access.host.run(store.errors(self.id, limit))
+
+    async def errors_async(self, limit: int = 10) -> list[models.ErrorGroup]:
+        """Read the failed items by type of error, the most frequent first."""
+        return await self._access.host.run_async(store.errors(self.id, limit))
+
+    def items(self, status: str | None = None) -> Pages[models.Item]:
+        """Return the items in order, for ``for`` and ``async for``; read page by page.
+
+        Args:
+            status: only these: ``pending``, ``processing``, ``succeeded``, ``failed`` or
+                ``cancelled``.
+
+        Raises:
+            ValueError: there is no such status.
+        """
+        wanted = None if status is None else str(models.ItemStatus(status))
+        return self._paged(wanted, lambda facts: lambda item: item)
+
+    def results(self) -> Pages[Any]:
+        """Return the results of the succeeded items in order, for ``for`` and ``async for``.
+
+        They are typed by the child's annotation; raw JSON where the child is not imported, or
+        where a stored result no longer fits it.
+        """
+        return self._paged("succeeded", self._typed)
+
+    # The object that these return serves both worlds.
+    items_async = items
+    results_async = results
+
+    def _paged(
+        self,
+        status: str | None,
+        converter: Callable[[models.RunFacts | None], Callable[[models.Item], T]],
+    ) -> Pages[T]:
+        return Pages(
+            self._access,
+            lambda after: store.items(self.id, status=status, after=after, limit=_PAGE),
+            converter,
+            store.run(self.id),
+        )
+
+    def _typed(self, facts: models.RunFacts | None) -> Callable[[models.Item], Any]:
+        results = None if facts is None else self._access.result_codec(facts.child_task)
+
+        def convert(item: models.Item) -> Any:
+            if results is None:
+                return item.result
+            try:
+                return results.load_parsed(item.result)
+            except errors.InvalidValue:
+                return item.result
+
+        return convert
+
+    # -- waiting
+
+    def wait(self, timeout: float | None = None, raise_on_failure: bool = False) -> models.Progress:
+        """Wait until the run is closed.
+
+        Args:
+            timeout: seconds; ``None`` = for ever.
+            raise_on_failure: raise unless it completed without a failed item.
+
+        Raises:
+            WaitTimeout: it is still open; it goes on.
+            RunFailed: see `raise_on_failure`.
+            RunNotFound: the run is not kept.
+        """
+        changed = threading.Event()
+        patience = _Patience(timeout)
+        with self._subscribed(changed.set):
+            while True:
+                changed.clear()
+                progress = self.progress()
+                if progress.closed:
+                    return _judged(progress, raise_on_failure)
+                changed.wait(patience.next(progress))
+
+    async def wait_async(
+        self, timeout: float | None = None, raise_on_failure: bool = False
+    ) -> models.Progress:
+        """Wait until the run is closed; otherwise like `wait`."""
+        changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        patience = _Patience(timeout)
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(changed.set)
+
+        with self._subscribed(tell):
+            while True:
+                changed.clear()
+                progress = await self.progress_async()
+                if progress.closed:
+                    return _judged(progress, raise_on_failure)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience.next(progress)):
+                        await changed.wait()
+
+    @contextlib.contextmanager
+    def _subscribed(self, tell: Callable[[], None]) -> Iterator[None]:
+        def subscriber(event: dict[str, Any]) -> None:
+            if event.get("run") == self.id or event.get("event") == "listening":
+                tell()
+
+        self._access.hub.subscribe(subscriber)
+        try:
+            yield
+        finally:
+            self._access.hub.unsubscribe(subscriber)
+
+    # -- control: each in a transaction of its own
+
+    def cancel(self, abort: bool = False, reason: str | None = None) -> models.Progress:
+        """Close the run early: nothing more is handed out, items at work end first.
+
+        Args:
+            abort: tell the items at work to end at once.
+            reason: shown with the run.
+
+        A closed run's progress is returned unchanged.
+        """
+        self._found(self._access.host.run(self._cancel(abort, reason)))
+        return self.progress()
+
+    async def cancel_async(self, abort: bool = False, reason: str | None = None) -> models.Progress:
+        """Close the run early; otherwise like `cancel`."""
+        self._found(await self._access.host.run_async(self._cancel(abort, reason)))
+        return await self.progress_async()
+
+    def _cancel(self, abort: bool, reason: str | None) -> store.Call[str | None]:
+        return store.stop(
+            self.id, status="cancelled", reason=reason or "cancelled by an operator", abort=abort
+        )
+
+    def pause(self) -> models.Progress:
+        """Hand out nothing more until `resume`; items at work end. No effect on a closed run."""
+        self._found(self._access.host.run(store.pause(self.id)))
+        return self.progress()
+
+    async def pause_async(self) -> models.Progress:
+        """Hand out nothing more until `resume_async`; otherwise like `pause`."""
+        self._found(await self._access.host.run_async(store.pause(self.id)))
+        return await self.progress_async()
+
+    def resume(self) -> models.Progress:
+        """Hand out again. No effect on a closed run."""
+        self._found(self._access.host.run(store.resume(self.id)))
+        return self.progress()
+
+    async def resume_async(self) -> models.Progress:
+        """Hand out again. No effect on a closed run."""
+        self._found(await self._access.host.run_async(store.resume(self.id)))
+        return await self.progress_async()
+
+    def retry_failed(self, error_type: str | None = None) -> int:
+        """Make the failed items due now, as if never tried; a closed run opens again.
+
+        Args:
+            error_type: only items that failed with this type, as `errors` names it.
+
+        Returns how many. The run's next close belongs to the next generation and fires its
+        callbacks again.
+
+        Raises:
+            RunClosed: another run took over its ``run_key``, or it is being stopped.
+        """
+        return self._reopened(self._access.host.run(self._retry(error_type)))
+
+    async def retry_failed_async(self, error_type: str | None = None) -> int:
+        """Make the failed items due now; otherwise like `retry_failed`."""
+        return self._reopened(await self._access.host.run_async(self._retry(error_type)))
+
+    def _retry(self, error_type: str | None) -> store.Call[int | None]:
+        return store.retry_failed(self.id, statuses=["failed"], error_type=error_type)
+
+    def _reopened(self, items: int | None) -> int:
+        if self._found(items) == -1:
+            raise errors.RunClosed(self.id, "replaced or being stopped")
+        self._closed_progress = None
+        return items or 0
+
+    def update(self, **changes: Any) -> models.Progress:
+        """Change the open run: `max_in_flight`, `tolerate`, `deadline` (a time or seconds from
+        now, ``None`` for none), `priority`.
+
+        Raises:
+            RunClosed: the run is closed.
+            ConfigurationError: a value cannot work.
+        """
+        return self._updated(self._access.host.run(self._update(changes)), self.progress)
+
+    async def update_async(self, **changes: Any) -> models.Progress:
+        """Change the open run; otherwise like `update`."""
+        status = self._found(await self._access.host.run_async(self._update(changes)))
+        if models.RunStatus(status).closed:
+            raise errors.RunClosed(self.id, status)
+        return await self.progress_async()
+
+    def _updated(
+        self, status: str | None, progress: Callable[[], models.Progress]
+    ) -> models.Progress:
+        found = self._found(status)
+        if models.RunStatus(found).closed:
+            raise errors.RunClosed(self.id, found)
+        return progress()
+
+    def _update(self, changes: dict[str, Any]) -> store.Call[str | None]:
+        return store.update(self.id, run_columns(changes))
+
+    def _found(self, value: T | None) -> T:
+        if value is None:
+            raise errors.RunNotFound(self.id)
+        return value
+
+
+def run_columns(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a run as columns, checked.
+
+    Raises:
+        ConfigurationError: a value cannot work, or there is no such option.
+    """
+    columns: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "max_in_flight":
+            columns[name] = settings.check_max_in_flight(value)
+        elif name == "tolerate":
+            columns |= tolerance_columns(value)
+        elif name == "deadline":
+            columns[name] = None if value is None else moment(value, name).isoformat()
+        elif name == "priority":
+            columns[name] = settings.check_priority(value)
+        else:
+            raise errors.ConfigurationError(
+                f"a run has no option {name!r}; there are max_in_flight, tolerate, deadline "
+                "and priority"
+            )
+    return columns
+
+
+def tolerance_columns(value: int | float | None) -> dict[str, Any]:
+    """Return a tolerance as columns: a count or a share."""
+    settings.check_tolerate(value)
+    return {
+        "tolerate_count": value if isinstance(value, int) else None,
+        "tolerate_share": value if isinstance(value, float) else None,
+    }
+
+
+def moment(value: Any, name: str) -> datetime.datetime:
+    """Return a time: an aware datetime, or one that is so far from now.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if isinstance(value, datetime.datetime):
+        if value.utcoffset() is None:
+            raise errors.ConfigurationError(
+                f"{name}={value!r} has no time zone; use datetime.now(tz=...)"
+            )
+        return value
+    if isinstance(value, Mapping):
+        value = datetime.timedelta(**value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = datetime.timedelta(seconds=value)
+    if not isinstance(value, datetime.timedelta):
+        raise errors.ConfigurationError(
+            f"{name}={value!r}: give an aware datetime, a timedelta, or seconds from now"
+        )
+    return datetime.datetime.now(tz=datetime.UTC) + value
+
+
+class _Patience:
+    """Time the polls of a wait: often at first, rarely later, never past its end."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+        self._timeout = timeout
+        self._poll = _FIRST_POLL_SECONDS
+
+    def next(self, progress: models.Progress) -> float:
+        self._poll = min(self._poll * 1.5, _LONGEST_POLL_SECONDS)
+        if self._end is None:
+            return self._poll
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise errors.WaitTimeout(
+                f"run {progress.run_id} is still {progress.status} after {self._timeout:g} s "
+                f"({progress.done} of {progress.total} items); wait longer",
+                progress=progress,
+            )
+        return min(self._poll, left)
+
+
+def _judged(progress: models.Progress, raise_on_failure: bool) -> models.Progress:
+    clean = progress.status is models.RunStatus.COMPLETED and progress.failed == 0
+    if raise_on_failure and not clean:
+        raise errors.RunFailed(
+            f"run {progress.run_id} is {progress.status} with {progress.failed} failed of "
+            f"{progress.total} items" + (f": {progress.reason}" if progress.reason else ""),
+            progress=progress,
+        )
+    return progress

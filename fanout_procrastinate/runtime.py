@@ -1,0 +1,131 @@
+"""What one process shares between all of our jobs on one event loop, opened by the first of them.
+
+It is closed a little after the last: there is no hook at a worker's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fanout_procrastinate import database, keeper, reporter, settings, sweeper
+
+logger = logging.getLogger(__name__)
+
+_LINGER_SECONDS = 2.0
+
+
+class Runtime:
+    """Hold the connections, the keeper, the threads and the reporters of one event loop.
+
+    Args:
+        connect: opens a connection of the library's own.
+        configured: the app's settings.
+        tasks: names of the library's own tasks, for retention.
+        on_close: called once it is closed.
+    """
+
+    def __init__(
+        self,
+        connect: database.Connect,
+        configured: settings.Settings,
+        tasks: Sequence[str],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.settings = configured
+        self.suspicion = reporter.Suspicion()
+        self.database = database.Database(connect)
+        self._keeper_database = database.Database(connect, size=1)
+        self.sweeper = sweeper.Sweeper(
+            run=self._keeper_database.run,
+            lease=configured.lease,
+            retention=configured.retention,
+            tasks=tasks,
+        )
+        self.keeper = keeper.Keeper(
+            self._keeper_database.run,
+            self.sweeper,
+            renew_interval=configured.renew_interval,
+            sweep_interval=configured.sweep_interval,
+        )
+        self._on_close = on_close
+        self._jobs = 0
+        self._idle = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._reporters: dict[int, reporter.Reporter] = {}
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._thread_count = 0
+        self._owner: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def job(self) -> AsyncIterator[Runtime]:
+        """Keep the runtime open during one of our jobs."""
+        self._jobs += 1
+        self._idle.clear()
+        if self._owner is None:
+            self.keeper.start()
+            self._owner = asyncio.create_task(self._own(), name="fanout-runtime")
+        try:
+            yield self
+        finally:
+            self._jobs -= 1
+            if self._jobs == 0:
+                self._idle.set()
+
+    @contextlib.contextmanager
+    def reporter(self, run_id: int) -> Any:
+        """Lend the reporter of a run to one of its slots."""
+        mine = self._reporters.get(run_id)
+        if mine is None:
+            mine = reporter.Reporter(self.database.run_async, run_id, self.suspicion)
+            self._reporters[run_id] = mine
+        mine.slots += 1
+        try:
+            yield mine
+        finally:
+            mine.slots -= 1
+            if mine.slots == 0:
+                self._reporters.pop(run_id, None)
+
+    def threads(self, count: int) -> concurrent.futures.ThreadPoolExecutor:
+        """Return the threads of sync children: as many as the worker has places."""
+        if self._threads is None or count > self._thread_count:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)
+            self._thread_count = count
+            self._threads = concurrent.futures.ThreadPoolExecutor(
+                max_workers=count, thread_name_prefix="fanout-child"
+            )
+        return self._threads
+
+    async def close(self) -> None:
+        """Close at once what is idle; a job that still runs keeps it open."""
+        self._closing.set()
+        if self._owner is not None:
+            await asyncio.wait({self._owner})
+
+    async def _own(self) -> None:
+        try:
+            while True:
+                await self._idle.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LINGER_SECONDS):
+                        await self._closing.wait()
+                if self._jobs == 0:
+                    return
+                self._closing.clear()
+        finally:
+            self._on_close()
+            # Blocking on purpose: the loop may be ending, and nothing else of ours is at work.
+            self._close()
+
+    def _close(self) -> None:
+        self.keeper.stop()
+        self.database.close()
+        self._keeper_database.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)

@@ -1,0 +1,110 @@
+"""The tables and functions in the database: apply them, check them, show them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.resources
+import logging
+from typing import Any
+
+import psycopg
+import psycopg.rows
+
+logger = logging.getLogger(__name__)
+
+_FUNCTION_FILES = ("dispatch", "manager", "control", "sweep")
+_RECORDS = """
+CREATE TABLE IF NOT EXISTS fanout_schema (
+    name text PRIMARY KEY,
+    digest text NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+)
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Script:
+    """One part of the schema: a migration, applied once, or a set of functions."""
+
+    name: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def _read(*path: str) -> str:
+    root = importlib.resources.files(__package__) / "sql"
+    return root.joinpath(*path).read_text(encoding="utf-8")
+
+
+@functools.cache
+def scripts() -> tuple[Script, ...]:
+    """Return the parts of the schema in the order in which they are applied.
+
+    The functions carry their digest in their name: they are versioned, an older library's
+    functions and a newer one's stand side by side, and each knows whether its own were applied.
+    """
+    folder = importlib.resources.files(__package__) / "sql" / "migrations"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".sql"))
+    migrations = [
+        Script(name=name.removesuffix(".sql"), text=_read("migrations", name)) for name in names
+    ]
+    body = "\n".join(_read("functions", f"{name}.sql") for name in _FUNCTION_FILES)
+    functions = Script(name="functions", text=body)
+    return (*migrations, dataclasses.replace(functions, name=f"functions-{functions.digest[:16]}"))
+
+
+def read() -> str:
+    """Return the whole schema as one SQL script, for review or for a tool of your own."""
+    parts = [_RECORDS.strip() + ";", "SET check_function_bodies = off;"]
+    for script in scripts():
+        parts.append(f"-- {script.name}\n{script.text}")
+        parts.append(_record(script))
+    return "\n\n".join(parts) + "\n"
+
+
+def _record(script: Script) -> str:
+    return (
+        "INSERT INTO fanout_schema (name, digest) "  # noqa: S608  # both are our own literals
+        f"VALUES ('{script.name}', '{script.digest}') ON CONFLICT (name) DO NOTHING;"
+    )
+
+
+def missing(connection: psycopg.Connection[Any]) -> list[str]:
+    """Return the names of the parts that this library needs and the database lacks."""
+    with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        cursor.execute("SELECT to_regclass('fanout_schema') IS NOT NULL")
+        row = cursor.fetchone()
+        applied: set[str] = set()
+        if row and row[0]:
+            cursor.execute("SELECT name FROM fanout_schema")
+            applied = {name for (name,) in cursor.fetchall()}
+    return [script.name for script in scripts() if script.name not in applied]
+
+
+def apply(connection: psycopg.Connection[Any]) -> list[str]:
+    """Apply what is missing, in one transaction and under an advisory lock.
+
+    Tables go into the first schema of the connection's `search_path`; procrastinate's own schema
+    must be there already. Applying twice, or from several programs at once, changes nothing more.
+
+    Returns the names of the parts that were applied.
+    """
+    with connection.transaction():
+        connection.execute(
+            "SELECT pg_advisory_xact_lock("
+            "hashtextextended('fanout_schema:' || current_schema(), 0))"
+        )
+        connection.execute(_RECORDS)
+        names = missing(connection)
+        connection.execute("SET LOCAL check_function_bodies = off")
+        for script in scripts():
+            if script.name in names:
+                connection.execute(script.text.encode())
+                connection.execute(_record(script).encode())
+    logger.info("Schema applied", extra={"action": "apply_schema", "applied": names})
+    return names

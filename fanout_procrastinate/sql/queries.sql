@@ -1,0 +1,181 @@
+-- Every statement that the library sends, by name. Parameters are named; JSON travels as text.
+-- Changes of state are single function calls; see functions/.
+
+-- start --
+-- Store a run and defer its manager job.
+SELECT run_id, outcome, run_status FROM fanout_start_v1(%(spec)s::jsonb)
+
+-- manager_begin --
+-- Claim a run for one execution of its manager.
+SELECT fence, args::text AS args, attempt, child_task
+FROM fanout_manager_begin_v1(%(run_id)s, %(job_id)s)
+
+-- append --
+-- Stage a chunk of items.
+SELECT staged, duplicates
+FROM fanout_append_v1(%(run_id)s, %(fence)s, %(keys)s::text[], %(payloads)s::jsonb[])
+
+-- seal --
+-- End the staging.
+SELECT fanout_seal_v1(%(run_id)s, %(fence)s) AS status
+
+-- manager_fail --
+-- Report a manager that did not seal.
+SELECT fanout_manager_fail_v1(
+    %(run_id)s, %(fence)s, %(reason)s, %(retry_in)s::double precision, %(charge)s) AS again
+
+-- callback_begin --
+-- Start a callback's execution.
+SELECT attempt
+FROM fanout_callback_begin_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s)
+
+-- callback_end --
+-- Report a callback's end.
+SELECT fanout_callback_end_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s,
+    %(error)s::jsonb, %(retry_in)s::double precision) AS accepted
+
+-- begin --
+-- Bind a job to its slot and hand it an item.
+SELECT slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,
+    wait_seconds, stop
+FROM fanout_begin_v1(
+    %(run_id)s, %(slot)s, %(job_id)s, %(token)s::uuid, %(ledger)s::integer, %(suspect)s)
+
+-- report --
+-- Record outcomes and hand out the next items.
+SELECT slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,
+    wait_seconds, stop
+FROM fanout_report_v1(%(run_id)s, %(ledger)s, false, %(suspect)s,
+    %(slots)s::integer[], %(epochs)s::bigint[], %(wishes)s::text[], %(positions)s::bigint[],
+    %(claims)s::bigint[], %(outcomes)s::text[], %(retry_ins)s::double precision[],
+    %(results)s::jsonb[], %(errors)s::jsonb[], %(sanitised)s::boolean[])
+
+-- renew --
+-- Renew the active slots of this process.
+SELECT run_id, slot, epoch, verdict FROM fanout_renew_v1(
+    %(runs)s::bigint[], %(slots)s::integer[], %(epochs)s::bigint[], %(fresh)s::double precision)
+
+-- renew_manager --
+-- Renew a manager's execution.
+SELECT fanout_renew_manager_v1(%(run_id)s, %(fence)s) AS mine
+
+-- renew_callback --
+-- Renew a callback's execution.
+SELECT fanout_renew_callback_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s) AS mine
+
+-- still_mine --
+-- Whether a slot still holds an item under a claim. Index: fanout_slots_pkey.
+SELECT EXISTS (
+    SELECT FROM fanout_slots WHERE run_id = %(run_id)s AND slot = %(slot)s AND epoch = %(epoch)s
+    AND active AND held = %(position)s AND held_claim = %(claim)s) AS mine
+
+-- sweep_plan --
+-- Find the runs on which a sweep has something to do.
+SELECT run_id, finding FROM fanout_sweep_plan_v1(%(lease)s, %(limit)s)
+
+-- sweep_run --
+-- Repair one run.
+SELECT fanout_sweep_run_v1(%(run_id)s, %(lease)s)::text AS done
+
+-- untidy --
+-- Find the runs whose item rows are to be rewritten or removed.
+SELECT run_id FROM fanout_untidy_v1(%(limit)s) run_id
+
+-- tidy --
+-- Rewrite or remove a batch of them.
+SELECT fanout_tidy_v1(%(run_id)s, %(limit)s) AS rows
+
+-- prune --
+-- Remove a batch of rows of old runs.
+SELECT fanout_prune_v1(%(age)s, %(limit)s) AS rows
+
+-- prune_jobs --
+-- Remove a batch of our own old job rows.
+SELECT fanout_prune_jobs_v1(%(tasks)s::text[], %(age)s, %(limit)s) AS rows
+
+-- stop --
+-- Close a run early.
+SELECT fanout_stop_v1(%(run_id)s, %(status)s, %(reason)s, %(abort)s) AS status
+
+-- pause --
+-- Hand out nothing more.
+SELECT fanout_pause_v1(%(run_id)s) AS status
+
+-- resume --
+-- Hand out again.
+SELECT fanout_resume_v1(%(run_id)s) AS status
+
+-- update --
+-- Change an open run.
+SELECT fanout_update_v1(%(run_id)s, %(changes)s::jsonb) AS status
+
+-- retry_failed --
+-- Make failed or cancelled items due again.
+SELECT fanout_retry_failed_v1(%(run_id)s, %(statuses)s::text[], %(error_type)s::text) AS items
+
+-- progress --
+-- Sum a run's ledgers.
+SELECT fanout_progress_v1(%(run_id)s)::text AS progress
+
+-- closed_progress --
+-- The progress frozen when a generation closed; the latest one without a generation.
+SELECT progress::text AS progress FROM fanout_closes
+WHERE run_id = %(run_id)s AND (%(generation)s::integer IS NULL OR generation = %(generation)s)
+ORDER BY generation DESC LIMIT 1
+
+-- run --
+-- A run's fixed facts. Index: fanout_runs_pkey.
+SELECT id, name, run_key, status, args::text AS args, tags, manager_task, child_task, child_queue,
+    generation, ledgers
+FROM fanout_runs WHERE id = %(run_id)s
+
+-- find_run --
+-- The run that holds a key. Index: fanout_runs_key_idx.
+SELECT id FROM fanout_runs WHERE name = %(name)s AND run_key = %(run_key)s
+
+-- runs --
+-- The latest runs. Index: fanout_runs_pkey, backwards.
+SELECT fanout_progress_v1(r.id)::text AS progress FROM (
+    SELECT id FROM fanout_runs
+    WHERE (%(name)s::text IS NULL OR name = %(name)s)
+        AND (%(status)s::text IS NULL OR status = %(status)s)
+        AND (%(tag)s::text IS NULL OR %(tag)s = ANY (tags))
+    ORDER BY id DESC LIMIT %(limit)s
+) r
+ORDER BY r.id DESC
+
+-- items --
+-- One page of items, by position. In a stopped ledger a pending row reads as cancelled; before the
+-- seal, and after a close before the seal, there are none. Index: fanout_items_pkey.
+SELECT t.position, t.item_key, t.status, t.failures, t.crashes, t.due, t.started_at, t.finished_at,
+    t.sanitised, t.payload::text AS payload, t.result::text AS result, t.error::text AS error
+FROM (
+    SELECT i.position, i.item_key, i.failures, i.crashes, i.due, i.started_at, i.finished_at,
+        i.sanitised, i.payload, i.result, i.error,
+        CASE WHEN i.status = 'pending' AND l.stopped THEN 'cancelled' ELSE i.status END AS status
+    FROM fanout_items i
+    JOIN fanout_runs r ON r.id = i.run_id
+    JOIN fanout_ledgers l ON l.run_id = i.run_id AND l.ledger = i.position %% r.ledgers
+    WHERE i.run_id = %(run_id)s AND i.position > %(after)s AND r.total IS NOT NULL
+) t
+WHERE %(status)s::text IS NULL OR t.status = %(status)s
+ORDER BY t.position LIMIT %(limit)s
+
+-- failed_items --
+-- One page of failed items. Index: fanout_items_error_idx, then sorted by position.
+SELECT position, item_key, status, failures, crashes, due, started_at, finished_at, sanitised,
+    payload::text AS payload, result::text AS result, error::text AS error
+FROM fanout_items
+WHERE run_id = %(run_id)s AND error_type IS NOT NULL AND position > %(after)s
+ORDER BY position LIMIT %(limit)s
+
+-- errors --
+-- The failed items by type of error, the most frequent first. Index: fanout_items_error_idx.
+SELECT g.error_type, g.items, i.position, i.item_key, i.error->>'message' AS message
+FROM (
+    SELECT error_type, count(*) AS items, min(position) AS sample FROM fanout_items
+    WHERE run_id = %(run_id)s AND error_type IS NOT NULL
+    GROUP BY error_type ORDER BY count(*) DESC, error_type LIMIT %(limit)s
+) g
+JOIN fanout_items i ON i.run_id = %(run_id)s AND i.position = g.sample
+ORDER BY g.items DESC, g.error_type

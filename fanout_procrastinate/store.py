@@ -1,0 +1,333 @@
+"""What the library asks of the database: one function per named query, rows to models.
+
+A function builds a `Call`; who runs it (`database.Database` or `host.Host`) is another question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from fanout_procrastinate import models, queries
+
+T = TypeVar("T")
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One statement, its parameters, and how to read its rows."""
+
+    name: str
+    params: Mapping[str, Any]
+    parse: Callable[[Rows], T]
+
+    @property
+    def sql(self) -> str:
+        return queries.QUERIES[self.name]
+
+
+def _first(column: str) -> Callable[[Rows], Any]:
+    return lambda rows: rows[0][column] if rows else None
+
+
+def _json(text: str | None) -> Any:
+    return None if text is None else json.loads(text)
+
+
+# -- starting, staging
+
+
+def start(spec: Mapping[str, Any]) -> Call[models.Started]:
+    return Call(
+        "start",
+        {"spec": json.dumps(spec)},
+        lambda rows: models.Started(
+            run_id=rows[0]["run_id"], outcome=rows[0]["outcome"], status=rows[0]["run_status"]
+        ),
+    )
+
+
+def manager_begin(run_id: int, job_id: int) -> Call[models.ManagerClaim | None]:
+    def parse(rows: Rows) -> models.ManagerClaim | None:
+        if not rows:
+            return None
+        row = rows[0]
+        return models.ManagerClaim(
+            fence=row["fence"],
+            args=_json(row["args"]),
+            attempt=row["attempt"],
+            child_task=row["child_task"],
+        )
+
+    return Call("manager_begin", {"run_id": run_id, "job_id": job_id}, parse)
+
+
+def append(
+    run_id: int, fence: int, keys: Sequence[str | None], payloads: Sequence[str]
+) -> Call[int | None]:
+    """Stage a chunk; answers how many items are staged now, or ``None`` for a stale manager."""
+    return Call(
+        "append",
+        {"run_id": run_id, "fence": fence, "keys": list(keys), "payloads": list(payloads)},
+        _first("staged"),
+    )
+
+
+def seal(run_id: int, fence: int) -> Call[str | None]:
+    return Call("seal", {"run_id": run_id, "fence": fence}, _first("status"))
+
+
+def manager_fail(
+    run_id: int, fence: int, *, reason: str, retry_in: float | None, charge: bool = True
+) -> Call[bool | None]:
+    params = {"run_id": run_id, "fence": fence, "reason": reason, "retry_in": retry_in}
+    return Call("manager_fail", params | {"charge": charge}, _first("again"))
+
+
+# -- callbacks
+
+
+def callback_begin(run_id: int, generation: int, task: str, job_id: int) -> Call[int | None]:
+    params = {"run_id": run_id, "generation": generation, "task": task, "job_id": job_id}
+    return Call("callback_begin", params, _first("attempt"))
+
+
+def callback_end(
+    run_id: int,
+    generation: int,
+    task: str,
+    job_id: int,
+    *,
+    error: str | None,
+    retry_in: float | None,
+) -> Call[bool]:
+    params = {"run_id": run_id, "generation": generation, "task": task, "job_id": job_id}
+    return Call("callback_end", params | {"error": error, "retry_in": retry_in}, _first("accepted"))
+
+
+# -- slots
+
+
+def _replies(rows: Rows) -> list[models.Reply]:
+    return [models.Reply(**row) for row in rows]
+
+
+def begin(
+    run_id: int, slot: int, job_id: int, *, token: str, ledger: int | None, suspect: bool
+) -> Call[models.Reply]:
+    params = {"run_id": run_id, "slot": slot, "job_id": job_id, "token": token}
+    return Call(
+        "begin", params | {"ledger": ledger, "suspect": suspect}, lambda rows: _replies(rows)[0]
+    )
+
+
+def report(
+    run_id: int, ledger: int, entries: Sequence[models.Entry], *, suspect: bool
+) -> Call[list[models.Reply]]:
+    params = {
+        "run_id": run_id,
+        "ledger": ledger,
+        "suspect": suspect,
+        "slots": [entry.slot for entry in entries],
+        "epochs": [entry.epoch for entry in entries],
+        "wishes": [entry.wish for entry in entries],
+        "positions": [entry.position for entry in entries],
+        "claims": [entry.claim for entry in entries],
+        "outcomes": [entry.outcome for entry in entries],
+        "retry_ins": [entry.retry_in for entry in entries],
+        "results": [entry.result for entry in entries],
+        "errors": [entry.error for entry in entries],
+        "sanitised": [entry.sanitised for entry in entries],
+    }
+    return Call("report", params, _replies)
+
+
+def renew(
+    holdings: Sequence[models.Holding], fresh: float
+) -> Call[list[tuple[models.Holding, str]]]:
+    params = {
+        "runs": [holding.run_id for holding in holdings],
+        "slots": [holding.slot for holding in holdings],
+        "epochs": [holding.epoch for holding in holdings],
+        "fresh": fresh,
+    }
+    return Call(
+        "renew",
+        params,
+        lambda rows: [
+            (models.Holding(row["run_id"], row["slot"], row["epoch"]), row["verdict"])
+            for row in rows
+        ],
+    )
+
+
+def renew_manager(run_id: int, fence: int) -> Call[bool]:
+    return Call("renew_manager", {"run_id": run_id, "fence": fence}, _first("mine"))
+
+
+def renew_callback(run_id: int, generation: int, task: str, job_id: int) -> Call[bool]:
+    params = {"run_id": run_id, "generation": generation, "task": task, "job_id": job_id}
+    return Call("renew_callback", params, _first("mine"))
+
+
+def still_mine(holding: models.Holding, position: int, claim: int) -> Call[bool]:
+    params = dataclasses.asdict(holding) | {"position": position, "claim": claim}
+    return Call("still_mine", params, _first("mine"))
+
+
+# -- the sweep
+
+
+def sweep_plan(lease: float, limit: int) -> Call[dict[int, str]]:
+    return Call(
+        "sweep_plan",
+        {"lease": lease, "limit": limit},
+        lambda rows: {row["run_id"]: row["finding"] for row in rows},
+    )
+
+
+def sweep_run(run_id: int, lease: float) -> Call[dict[str, int]]:
+    return Call(
+        "sweep_run", {"run_id": run_id, "lease": lease}, lambda rows: _json(rows[0]["done"])
+    )
+
+
+def untidy(limit: int) -> Call[list[int]]:
+    return Call("untidy", {"limit": limit}, lambda rows: [row["run_id"] for row in rows])
+
+
+def tidy(run_id: int, limit: int) -> Call[int]:
+    return Call("tidy", {"run_id": run_id, "limit": limit}, _first("rows"))
+
+
+def prune(age: float, limit: int) -> Call[int]:
+    return Call("prune", {"age": age, "limit": limit}, _first("rows"))
+
+
+def prune_jobs(tasks: Sequence[str], age: float, limit: int) -> Call[int]:
+    params = {"tasks": list(tasks), "age": age, "limit": limit}
+    return Call("prune_jobs", params, _first("rows"))
+
+
+# -- control
+
+
+def stop(run_id: int, *, status: str, reason: str | None, abort: bool) -> Call[str | None]:
+    params = {"run_id": run_id, "status": status, "reason": reason, "abort": abort}
+    return Call("stop", params, _first("status"))
+
+
+def pause(run_id: int) -> Call[str | None]:
+    return Call("pause", {"run_id": run_id}, _first("status"))
+
+
+def resume(run_id: int) -> Call[str | None]:
+    return Call("resume", {"run_id": run_id}, _first("status"))
+
+
+def update(run_id: int, changes: Mapping[str, Any]) -> Call[str | None]:
+    return Call("update", {"run_id": run_id, "changes": json.dumps(changes)}, _first("status"))
+
+
+def retry_failed(
+    run_id: int, *, statuses: Sequence[str], error_type: str | None
+) -> Call[int | None]:
+    params = {"run_id": run_id, "statuses": list(statuses), "error_type": error_type}
+    return Call("retry_failed", params, _first("items"))
+
+
+# -- reading
+
+
+def _progress(rows: Rows) -> models.Progress | None:
+    data = _json(rows[0]["progress"]) if rows else None
+    return None if data is None else models.Progress.from_json(data)
+
+
+def progress(run_id: int) -> Call[models.Progress | None]:
+    return Call("progress", {"run_id": run_id}, _progress)
+
+
+def closed_progress(run_id: int, generation: int | None) -> Call[models.Progress | None]:
+    return Call("closed_progress", {"run_id": run_id, "generation": generation}, _progress)
+
+
+def run(run_id: int) -> Call[models.RunFacts | None]:
+    def parse(rows: Rows) -> models.RunFacts | None:
+        if not rows:
+            return None
+        row = rows[0]
+        return models.RunFacts(
+            run_id=row["id"],
+            name=row["name"],
+            run_key=row["run_key"],
+            args=_json(row["args"]),
+            tags=tuple(row["tags"]),
+            manager_task=row["manager_task"],
+            child_task=row["child_task"],
+            child_queue=row["child_queue"],
+            ledgers=row["ledgers"],
+        )
+
+    return Call("run", {"run_id": run_id}, parse)
+
+
+def find_run(name: str, run_key: str) -> Call[int | None]:
+    return Call("find_run", {"name": name, "run_key": run_key}, _first("id"))
+
+
+def runs(
+    *, name: str | None, status: str | None, tag: str | None, limit: int
+) -> Call[list[models.Progress]]:
+    return Call(
+        "runs",
+        {"name": name, "status": status, "tag": tag, "limit": limit},
+        lambda rows: [models.Progress.from_json(_json(row["progress"])) for row in rows],
+    )
+
+
+def items(run_id: int, *, status: str | None, after: int, limit: int) -> Call[list[models.Item]]:
+    params = {"run_id": run_id, "after": after, "limit": limit}
+    if status == models.ItemStatus.FAILED:
+        return Call("failed_items", params, _items)
+    return Call("items", params | {"status": status}, _items)
+
+
+def _items(rows: Rows) -> list[models.Item]:
+    return [
+        models.Item(
+            position=row["position"],
+            key=row["item_key"],
+            status=models.ItemStatus(row["status"]),
+            payload=_json(row["payload"]),
+            result=_json(row["result"]),
+            error=_json(row["error"]),
+            attempts=row["failures"] + (row["status"] in ("processing", "succeeded")),
+            crashes=row["crashes"],
+            sanitised=row["sanitised"],
+            due=row["due"],
+            started_at=row["started_at"],
+            finished_at=row["finished_at"],
+        )
+        for row in rows
+    ]
+
+
+def errors(run_id: int, limit: int) -> Call[list[models.ErrorGroup]]:
+    return Call(
+        "errors",
+        {"run_id": run_id, "limit": limit},
+        lambda rows: [
+            models.ErrorGroup(
+                error_type=row["error_type"],
+                count=row["items"],
+                message=row["message"] or "",
+                position=row["position"],
+                key=row["item_key"],
+            )
+            for row in rows
+        ],
+    )

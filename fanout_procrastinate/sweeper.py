@@ -1,0 +1,100 @@
+"""The sweep: one pass over what is broken. The logic is in `sweep_once`; others do the timing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fanout_procrastinate import errors, models, store
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RUNS_PER_SWEEP = 1000
+_ROWS_PER_BATCH = 2000
+_BATCHES_PER_SWEEP = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweeper:
+    """Repair what crashes and hands on the queue have left.
+
+    Args:
+        run: runs one call in a transaction of its own.
+        lease: seconds of silence after which a worker counts as dead.
+        retention: seconds for which closed runs are kept; ``None`` = for ever.
+        tasks: names of the library's own tasks, whose old job rows go with old runs.
+    """
+
+    run: Callable[[store.Call[Any]], Any]
+    lease: float
+    retention: float | None = None
+    tasks: Sequence[str] = ()
+
+    def sweep_once(self) -> models.SweepReport:
+        """Look at every open run, and repair each broken one on its own.
+
+        On a healthy system nothing is written. A run that cannot be repaired is reported and does
+        not keep the others from it.
+
+        Raises:
+            SchemaError: the tables are missing.
+            DatabaseError: the database did not answer at all.
+        """
+        done: Counter[str] = Counter()
+        failed: dict[int, str] = {}
+        runs = self.run(store.sweep_plan(self.lease, _RUNS_PER_SWEEP))
+        for run_id, finding in runs.items():
+            try:
+                counts = self.run(store.sweep_run(run_id, self.lease))
+            except errors.DatabaseError as exc:
+                failed[run_id] = str(exc)
+                logger.exception(
+                    "Run could not be repaired",
+                    extra={"action": "sweep_failed", "run_id": run_id, "finding": finding},
+                )
+                continue
+            done.update(counts)
+            _log_repair(run_id, finding, counts)
+        done.update(self._tidy())
+        done.update(self._prune())
+        return models.SweepReport(runs=runs, done=+done, errors=failed)
+
+    def _tidy(self) -> dict[str, int]:
+        rows = 0
+        for run_id in self.run(store.untidy(10)):
+            for _ in range(_BATCHES_PER_SWEEP):
+                rows += self.run(store.tidy(run_id, _ROWS_PER_BATCH))
+                if run_id not in self.run(store.untidy(10)):
+                    break
+        return {"tidied": rows}
+
+    def _prune(self) -> dict[str, int]:
+        if self.retention is None:
+            return {}
+        runs = self._batches(store.prune(self.retention, _ROWS_PER_BATCH))
+        jobs = self._batches(store.prune_jobs(self.tasks, self.retention, _ROWS_PER_BATCH))
+        return {"pruned": runs, "pruned_jobs": jobs}
+
+    def _batches(self, call: store.Call[int]) -> int:
+        total = 0
+        for _ in range(_BATCHES_PER_SWEEP):
+            rows = self.run(call)
+            total += rows
+            if rows == 0:
+                break
+        return total
+
+
+def _log_repair(run_id: int, finding: str, counts: dict[str, int]) -> None:
+    if not counts:
+        return
+    extra = {"action": "sweep_repair", "run_id": run_id, "finding": finding, "done": counts}
+    if counts.get("recounted"):
+        logger.error("Counters disagreed with the items and were repaired", extra=extra)
+    else:
+        logger.warning("Run repaired", extra=extra)
