@@ -117,6 +117,11 @@ BEGIN
             child_priority = coalesce((p_changes->>'priority')::integer, child_priority)
         WHERE id = p_run
         RETURNING * INTO r;
+        IF r.closing IS NULL AND fanout_intolerable_v1(
+                (SELECT sum(failed)::bigint FROM fanout_ledgers WHERE run_id = p_run),
+                r.total, r.tolerate_count, r.tolerate_share) THEN
+            RETURN fanout_stop_v1(p_run, 'failed', fanout_tolerance_reason_v1(p_run), false);
+        END IF;
         IF p_changes ? 'priority' THEN
             PERFORM fanout_undeal_v1(p_run, 0);
         ELSE

@@ -395,7 +395,8 @@ $$;
 --               end    no more
 --   p_outcomes: succeeded, failed, released (a transient error: due again after p_retry_ins
 --               seconds), returned (released at no charge); null where nothing was in hand
--- Valid while the slot has this epoch and holds this position under this claim. Answers one
+-- p_begin: called by begin, which holds the run already. Valid while the slot has this epoch and
+-- holds this position under this claim. Answers one
 -- fanout_reply_v1 per slot.
 CREATE OR REPLACE FUNCTION fanout_report_v1(
     p_run bigint, p_ledger integer, p_begin boolean, p_suspect boolean,
@@ -487,7 +488,7 @@ BEGIN
     v_need_run := p_begin OR v_complete OR v_ending > 0 OR v_releasing > 0 OR v_yield OR v_judge
         OR r.status <> 'processing' OR r.paused OR r.closing IS NOT NULL OR r.surplus > 0
         OR led.size - led.cursor < v_wanting;
-    IF v_need_run THEN
+    IF v_need_run AND NOT p_begin THEN
         SELECT status, paused, closing, surplus, open_ledgers, ledgers, total, child_queue,
             tolerate_count, tolerate_share INTO r
         FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
@@ -562,7 +563,7 @@ BEGIN
                 FROM unnest(v_recorded) i
             ) o
             WHERE t.run_id = p_run AND t.position = o.position AND t.claim = o.claim
-                AND t.status = 'processing'
+                AND t.position = ANY (p_positions) AND t.status = 'processing'
             RETURNING o.i, t.status
         )
         SELECT array_agg(i), ARRAY[
@@ -630,7 +631,10 @@ BEGIN
             SET status = 'processing', claim = t.claim + 1, due = NULL, started_at = v_now,
                 finished_at = NULL
             FROM unnest(v_want[1 : cardinality(v_positions)], v_positions) h (i, position)
-            WHERE t.run_id = p_run AND t.position = h.position AND t.status = 'pending'
+            -- The array beside the join: whichever side the planner starts from, the position is
+            -- a condition of the index.
+            WHERE t.run_id = p_run AND t.position = h.position
+                AND t.position = ANY (v_positions) AND t.status = 'pending'
             RETURNING h.i, t.position, t.claim, t.failures, t.crashes, t.item_key, t.payload
         )
         SELECT array_agg((p_slots[h.i], 'item', p_epochs[h.i], p_ledger, h.position, h.claim,
@@ -726,7 +730,8 @@ BEGIN
             t.claim, t.failures, t.crashes, t.item_key, t.payload::text, NULL::double precision,
             v_stop
         FROM unnest(v_resent) e (i)
-        JOIN fanout_items t ON t.run_id = p_run AND t.position = v_held[e.i];
+        JOIN fanout_items t ON t.run_id = p_run AND t.position = v_held[e.i]
+            AND t.position = ANY (v_held);
     END IF;
     FOR i IN 1 .. n LOOP
         IF v_verdicts[i] <> 'item' AND i <> ALL (v_resent) THEN
@@ -763,7 +768,7 @@ BEGIN
         v_ledger := coalesce((s.held % r.ledgers)::integer,
             fanout_next_ledger_v1(p_run, coalesce(p_ledger, 0)), 0);
         RETURN QUERY SELECT * FROM fanout_report_v1(
-            p_run, v_ledger, true, p_suspect,
+            p_run, v_ledger, false, p_suspect,
             ARRAY[p_slot], ARRAY[s.epoch], ARRAY['next'], ARRAY[NULL::bigint], ARRAY[NULL::bigint],
             ARRAY[NULL::text], ARRAY[NULL::double precision], ARRAY[NULL::jsonb],
             ARRAY[NULL::jsonb], ARRAY[NULL::boolean]);

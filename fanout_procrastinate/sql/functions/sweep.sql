@@ -218,6 +218,7 @@ BEGIN
     UPDATE fanout_items t
     SET status = CASE WHEN r.closing IS NULL THEN 'pending' ELSE 'cancelled' END,
         due = CASE WHEN r.closing IS NULL THEN clock_timestamp() END,
+        finished_at = CASE WHEN r.closing IS NOT NULL THEN clock_timestamp() END,
         claim = t.claim + 1, ledger = t.position % r.ledgers
     WHERE t.run_id = p_run AND t.status = 'processing' AND NOT EXISTS (
         SELECT FROM fanout_slots s
@@ -368,7 +369,8 @@ BEGIN
     v_reason := CASE
         WHEN r.closing IS NOT NULL THEN NULL
         WHEN r.deadline <= v_now THEN format('its deadline passed (%s)', r.deadline)
-        WHEN fanout_intolerable_v1(v_count, r.total, r.tolerate_count, r.tolerate_share)
+        WHEN v_done ? 'rescued_failed' AND fanout_intolerable_v1(
+                v_count, r.total, r.tolerate_count, r.tolerate_share)
             THEN fanout_tolerance_reason_v1(p_run) END;
     IF r.status IN ('pending', 'processing') AND (v_reason IS NOT NULL
             OR r.closing IS NOT NULL AND EXISTS (

@@ -1,0 +1,1 @@
+"""Whole runs with real worker processes that die, block, stop and race."""

@@ -1,0 +1,149 @@
+"""An app whose items say what their child does: sleep, fail, block, or take its process along."""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import procrastinate
+import pydantic
+
+from fanout_procrastinate import (
+    Backoff,
+    FanOut,
+    ItemContext,
+    PermanentError,
+    Run,
+    TransientError,
+    fanout_child,
+    fanout_manager,
+)
+from tests.apps import journal
+
+QUEUE = "scripted"
+LEASE_VARIABLE = "FANOUT_TEST_LEASE"
+LEASE_SECONDS = 2.0
+CHUNK_SIZE = 10
+KILLED = 137
+
+app = procrastinate.App(connector=procrastinate.PsycopgConnector())
+fanout = FanOut(
+    app,
+    lease=float(os.environ.get(LEASE_VARIABLE, LEASE_SECONDS)),
+    sweep_cron="* * * * * */1",
+    chunk_size=CHUNK_SIZE,
+)
+log = journal.of_environment()
+
+
+class Step(pydantic.BaseModel):
+    """What one item does, in this order; times are in seconds."""
+
+    name: str
+    barrier: int = 0
+    """Wait until so many items of the run are at work, then go on with them in one instant."""
+    blocks: float = 0.0
+    """Block the event loop."""
+    sleep: float = 0.0
+    exits: bool = False
+    """Take the whole process along, at every try."""
+    fails: int = 0
+    """Raise a transient error at so many tries."""
+    retry_in: float = 0.2
+    broken: bool = False
+    """Raise a permanent error."""
+
+
+def _start(context: ItemContext, step: Step) -> None:
+    log.write("start", run=context.run_id, item=step.name, attempt=context.attempt)
+
+
+def _end(context: ItemContext, step: Step) -> str:
+    if step.exits:
+        os._exit(KILLED)
+    if context.attempt <= step.fails:
+        raise TransientError("not yet", retry_in=step.retry_in)
+    if step.broken:
+        raise PermanentError("broken")
+    log.write("end", run=context.run_id, item=step.name, attempt=context.attempt)
+    return step.name
+
+
+async def _rendezvous(name: str, count: int) -> None:
+    log.arrive(name)
+    while (found := log.arrived(name))[0] < count:
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(max(0.0, found[1] + 0.02 - time.time()))
+
+
+@fanout_child(
+    app, queue=QUEUE, max_attempts=3, pass_context=True, backoff=Backoff(initial=0.2, jitter=0.0)
+)
+async def work(context: ItemContext, step: Step) -> str:
+    _start(context, step)
+    if step.barrier:
+        await _rendezvous(f"barrier-{context.run_id}", step.barrier)
+    time.sleep(step.blocks)  # noqa: ASYNC251 - on purpose
+    await asyncio.sleep(step.sleep)
+    return _end(context, step)
+
+
+@fanout_child(app, queue=QUEUE, max_attempts=3, pass_context=True)
+def work_in_thread(context: ItemContext, step: Step) -> str:
+    _start(context, step)
+    time.sleep(step.sleep)
+    return _end(context, step)
+
+
+@fanout_manager(app, child=work, item_key=lambda step: step.name)
+def steps(steps: list[dict[str, Any]], callback: str = "") -> Any:
+    for step in steps:
+        yield Step(**step)
+
+
+@fanout_manager(app, child=work_in_thread)
+def steps_in_thread(steps: list[dict[str, Any]]) -> Any:
+    return [Step(**step) for step in steps]
+
+
+@steps.on_complete
+async def closed(run: Run) -> None:
+    progress = run.closed_progress
+    log.write(
+        "closed", run=run.id, generation=progress.generation, status=progress.status,
+        succeeded=progress.succeeded, failed=progress.failed, total=progress.total,
+    )
+    if run.args["callback"] == "dies" and log.is_first(f"callback-{run.id}"):
+        os._exit(KILLED)
+    log.write("told", run=run.id, generation=progress.generation)
+
+
+@steps.on_success
+def succeeded(run: Run) -> None:
+    log.write("success", run=run.id)
+
+
+@steps.on_failure
+def failed(run: Run) -> None:
+    log.write("failure", run=run.id, errors=[group.message for group in run.errors()])
+
+
+@fanout_manager(
+    app, child=work, item_key=lambda step: step.name, backoff=Backoff(initial=0.2, jitter=0.0)
+)
+def stumbling(count: int, stumbles_at: int, how: str, always: bool = False) -> Any:
+    """List so many items; stumble before the one of this number (past the last: at the end)."""
+    for number in range(count + 1):
+        if number == stumbles_at:
+            _stumble(f"manager-{count}-{stumbles_at}-{how}", how, always)
+        if number < count:
+            yield Step(name=str(number))
+
+
+def _stumble(name: str, how: str, always: bool) -> None:
+    log.write("listing", name=name)
+    if not always and not log.is_first(name):
+        return
+    if how == "dies":
+        os._exit(KILLED)
+    raise (PermanentError if how == "gives up" else TransientError)("stumbled", )

@@ -1,0 +1,164 @@
+"""Apps at work inside the test's own process, and what looks into their database."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import procrastinate
+import psycopg
+from psycopg.rows import dict_row
+
+from fanout_procrastinate import Backoff, FanOut, Progress, Run, database, errors, host, store
+
+QUICK = Backoff(initial=0.01, maximum=0.01, jitter=0)
+"""Tries again at once."""
+
+
+@contextlib.asynccontextmanager
+async def opened(app: procrastinate.App) -> AsyncIterator[procrastinate.App]:
+    """Open an app; at the end everything of ours is closed, and the app."""
+    async with app.open_async():
+        try:
+            yield app
+        finally:
+            await FanOut.of(app).close_async()
+
+
+@contextlib.asynccontextmanager
+async def working(app: procrastinate.App, **options: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """Let a worker of an open app work while the block runs."""
+    given: dict[str, Any] = {"concurrency": 10, "fetch_job_polling_interval": 0.2} | options
+    worker = asyncio.create_task(
+        app.run_worker_async(wait=True, install_signal_handlers=False, **given), name="test-worker"
+    )
+    try:
+        yield worker
+    finally:
+        await stop(worker)
+
+
+async def stop(worker: asyncio.Task[None]) -> None:
+    """Ask a worker to stop, and wait until it has: jobs at work end first."""
+    worker.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await worker
+
+
+@contextlib.asynccontextmanager
+async def serving(app: procrastinate.App, **options: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """Open an app and let a worker work while the block runs."""
+    async with opened(app), working(app, **options) as worker:
+        yield worker
+
+
+async def finished(run: Run, timeout: float = 20.0) -> Progress:
+    """Wait for the run's close and for its callbacks."""
+    await run.wait_async(timeout=timeout)
+    async with asyncio.timeout(timeout):
+        while True:
+            progress = await run.progress_async()
+            if set(progress.callbacks.values()) <= {"done", "failed"}:
+                return progress
+            await asyncio.sleep(0.01)
+
+
+async def work_off(app: procrastinate.App, *runs: Run, **options: Any) -> list[Progress]:
+    """Let a worker of an open app finish these runs."""
+    async with working(app, **options):
+        return [await finished(run) for run in runs]
+
+
+def counts(progress: Progress) -> Mapping[str, int]:
+    """Return the counters that are not zero, and the total."""
+    names = ("pending", "processing", "succeeded", "failed", "cancelled", "duplicates")
+    found = {name: getattr(progress, name) for name in names if getattr(progress, name)}
+    return found | {"total": progress.total if progress.total is not None else -1}
+
+
+def jobs(conn: psycopg.Connection[Any], **where: Any) -> list[dict[str, Any]]:
+    """Return the host's job rows, the oldest first; narrowed by equal columns."""
+    condition = " AND ".join(f"{column} = %({column})s" for column in where) or "true"
+    with conn.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(
+            f"SELECT * FROM procrastinate_jobs WHERE {condition} ORDER BY id", where
+        ).fetchall()
+
+
+def unconnected() -> procrastinate.App:
+    """Return an app for tests that never reach a database."""
+    return procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo="host=/nowhere"))
+
+
+@contextlib.contextmanager
+def direct(dsn: str, size: int = 4) -> Iterator[database.Database]:
+    """Run calls of the store on connections of the test's own."""
+    own = database.Database(lambda: psycopg.connect(dsn), size=size)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+class Recorder:
+    """A `database.Database` that counts its calls, and fails some of them where told to.
+
+    The failing verb never was an answer: `before` the statement reaches the server, or after it
+    was executed there (the reply is lost).
+    """
+
+    def __init__(self, within: database.Database) -> None:
+        self._within = within
+        self.calls: list[store.Call[Any]] = []
+        self._failures: dict[tuple[str, bool], int] = {}
+
+    def fail(self, name: str, times: int, *, before: bool) -> None:
+        """Fail the next calls of this name."""
+        self._failures[name, before] = times
+
+    def of(self, name: str) -> list[store.Call[Any]]:
+        """Return the calls of this name."""
+        return [call for call in self.calls if call.name == name]
+
+    def run(self, call: store.Call[Any]) -> Any:
+        self.calls.append(call)
+        self._perhaps_fail(call.name, before=True)
+        result = self._within.run(call)
+        self._perhaps_fail(call.name, before=False)
+        return result
+
+    async def run_async(self, call: store.Call[Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, self.run, call)
+
+    def _perhaps_fail(self, name: str, *, before: bool) -> None:
+        left = self._failures.get((name, before), 0)
+        if left:
+            self._failures[name, before] = left - 1
+            raise errors.DatabaseError("the connection was lost", transient=True)
+
+
+def watch(
+    owner: Any, name: str, monkey: Any, seen: Callable[[Any], None] | None = None
+) -> list[Any]:
+    """Record the first argument of each call of a method that goes on to do its work."""
+    found: list[Any] = []
+    original = getattr(owner, name)
+
+    def recorded(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(first)
+        if seen is not None:
+            seen(first)
+        return original(self, first, *args, **kwargs)
+
+    monkey.setattr(owner, name, recorded)
+    return found
+
+
+def connect_as(app: procrastinate.App) -> psycopg.Connection[Any]:
+    """Open a connection as the library itself would."""
+    return host.connect_as(app)()
+
+
+def names(found: Sequence[Any]) -> list[str]:
+    """Return the names of calls."""
+    return [call.name for call in found]

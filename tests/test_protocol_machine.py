@@ -1,0 +1,336 @@
+"""Random schedules of everything that can happen to runs, one statement after the other.
+
+A serial schedule on a clock of its own: what it finds is found again. FANOUT_TEST_STEPS sets how
+many steps to take (6,000; a long run takes 50,000 and more).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests import protocol, protocol_world
+from tests.conftest import Connection
+from tests.protocol import Entry, Protocol, callback
+from tests.protocol_world import Loop, World
+
+STEPS = int(os.environ.get("FANOUT_TEST_STEPS", "6000"))
+STEPS_PER_EXAMPLE = 60
+FATES = st.sampled_from(["ok"] * 6 + ["lost before", "lost after"])
+WISHES = st.sampled_from(["next"] * 6 + ["slice"] * 2 + ["end"])
+OUTCOMES = st.sampled_from(
+    ["succeeded"] * 5 + ["failed"] * 3 + ["released"] * 4 + ["returned"]
+)
+RETRY_INS = st.sampled_from([0.0, 3.0, 8.0, 25.0, 3600.0])
+CALLBACKS = [
+    callback("on_complete"),
+    callback("on_success", "success"),
+    callback("on_failure", "failure"),
+]
+
+
+class Machine(RuleBasedStateMachine):
+    """The rules; what must be true after each is asserted by `World`."""
+
+    protocol: ClassVar[Protocol]
+    steps: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.protocol)
+
+    def teardown(self) -> None:
+        if self.world.sound:  # else an assertion is on its way up
+            self.world.drain()
+        type(self).steps += self.world.steps
+
+    # -- what there is to choose from
+
+    def runs(self, *statuses: str) -> list[Any]:
+        return [run for run in self.world.runs.values() if run.status in statuses]
+
+    def healthy(self) -> list[Any]:
+        return [process for process in self.world.processes if process.healthy]
+
+    def free(self, ready: Callable[[Loop], bool]) -> list[Loop]:
+        return [
+            loop
+            for loop in self.world.loops
+            if loop.process.healthy and not loop.busy and ready(loop)
+        ]
+
+    def at_work(self) -> list[Loop]:
+        """Return the loops that may report: one report at a time per process and ledger."""
+        on_their_way = {
+            (sending.process, sending.run, sending.ledger)
+            for sending in self.world.sendings
+            if sending.entries
+        }
+        return self.free(
+            lambda loop: loop.reply is not None
+            and (loop.process, loop.run, loop.reply.ledger) not in on_their_way
+        )
+
+    # -- runs
+
+    @initialize(items=st.integers(1, 10), limit=st.integers(1, 5))
+    def first(self, items: int, limit: int) -> None:
+        self.world.start(
+            manager=False, items=items, max_in_flight=limit, callbacks=CALLBACKS, max_crashes=3
+        )
+
+    @precondition(lambda self: len(self.world.runs) < 3)
+    @rule(
+        manager=st.booleans(),
+        items=st.integers(0, 10),
+        limit=st.integers(1, 10),
+        tolerate=st.sampled_from([None, None, 0, 1, 2]),
+        crashes=st.integers(1, 3),
+        callbacks=st.sampled_from([CALLBACKS, CALLBACKS[:1], []]),
+    )
+    def start(
+        self,
+        manager: bool,
+        items: int,
+        limit: int,
+        tolerate: int | None,
+        crashes: int,
+        callbacks: list[Any],
+    ) -> None:
+        self.world.start(
+            manager=manager,
+            items=items,
+            max_in_flight=limit,
+            tolerate_count=tolerate,
+            max_crashes=crashes,
+            callbacks=callbacks,
+        )
+
+    @precondition(lambda self: any(m.process.healthy for m in self.world.managers))
+    @rule(
+        data=st.data(),
+        action=st.sampled_from(["append"] * 4 + ["seal"] * 3 + ["seal, again", "fail", "retry"]),
+        keys=st.lists(st.sampled_from([None, None, "a", "b", "c", "d"]), min_size=1, max_size=6),
+        charge=st.booleans(),
+    )
+    def manage(self, data: Any, action: str, keys: list[str | None], charge: bool) -> None:
+        managers = [m for m in self.world.managers if m.process.healthy]
+        manager = data.draw(st.sampled_from(managers))
+        if manager.fence is None:
+            self.world.manager_begin(manager)
+        elif action == "append":
+            self.world.manager_append(manager, keys)
+        elif action.startswith("seal"):
+            self.world.manager_seal(manager, over=action == "seal")
+        else:
+            self.world.manager_fail(manager, 7.0 if action == "retry" else None, charge=charge)
+
+    # -- workers
+
+    @precondition(lambda self: self.healthy())
+    @rule(data=st.data(), jobs=st.integers(1, 4))
+    def fetch(self, data: Any, jobs: int) -> None:
+        process = data.draw(st.sampled_from(self.healthy()))
+        for _ in range(jobs):
+            if not self.world.fetch(process):
+                break
+        for loop in self.free(lambda loop: loop.reply is None)[: jobs - 1]:
+            self.world.begin(loop, "ok")
+
+    @precondition(lambda self: self.free(lambda loop: loop.reply is None))
+    @rule(data=st.data(), fate=FATES)
+    def begin(self, data: Any, fate: str) -> None:
+        loop = data.draw(st.sampled_from(self.free(lambda loop: loop.reply is None)))
+        self.world.begin(loop, fate)
+
+    @precondition(lambda self: self.at_work())
+    @rule(data=st.data(), fate=FATES)
+    def report(self, data: Any, fate: str) -> None:
+        first = data.draw(st.sampled_from(self.at_work()))
+        together = [
+            loop
+            for loop in self.at_work()
+            if (loop.process, loop.run, loop.reply.ledger)
+            == (first.process, first.run, first.reply.ledger)
+        ]
+        loops = [first] + [
+            loop for loop in together if loop is not first and data.draw(st.booleans())
+        ]
+        self.world.report(loops, [self.entry(data, loop) for loop in loops], fate)
+
+    def entry(self, data: Any, loop: Loop) -> Entry:
+        name = data.draw(OUTCOMES)
+        retry_in = data.draw(RETRY_INS) if name == "released" else None
+        return protocol_world.outcome(loop, name, data.draw(WISHES), retry_in)
+
+    @precondition(lambda self: any(s.process.healthy for s in self.world.sendings))
+    @rule(data=st.data(), fate=FATES)
+    def resend(self, data: Any, fate: str) -> None:
+        sendings = [s for s in self.world.sendings if s.process.healthy]
+        self.world.resend(data.draw(st.sampled_from(sendings)), fate)
+
+    @precondition(lambda self: self.free(lambda loop: True))
+    @rule(data=st.data())
+    def start_twice(self, data: Any) -> None:
+        self.world.clone(data.draw(st.sampled_from(self.free(lambda loop: True))))
+
+    @precondition(lambda self: self.healthy())
+    @rule(data=st.data())
+    def kill(self, data: Any) -> None:
+        self.world.kill(data.draw(st.sampled_from(self.healthy())))
+
+    @precondition(lambda self: self.healthy())
+    @rule(data=st.data())
+    def silence(self, data: Any) -> None:
+        self.world.silence(data.draw(st.sampled_from(self.healthy())))
+
+    @precondition(lambda self: any(p.alive and p.silent for p in self.world.processes))
+    @rule(data=st.data())
+    def wake(self, data: Any) -> None:
+        silent = [p for p in self.world.processes if p.alive and p.silent]
+        self.world.wake(data.draw(st.sampled_from(silent)))
+
+    @precondition(lambda self: len(self.healthy()) < 3)
+    @rule()
+    def spawn(self) -> None:
+        self.world.spawn()
+
+    @precondition(lambda self: any(c.process.healthy for c in self.world.callbacks))
+    @rule(data=st.data(), end=st.sampled_from(["done", "done", "retry", "failed"]))
+    def call_back(self, data: Any, end: str) -> None:
+        callbacks = [c for c in self.world.callbacks if c.process.healthy]
+        chosen = data.draw(st.sampled_from(callbacks))
+        if not chosen.running:
+            self.world.callback_begin(chosen)
+        else:
+            error = None if end == "done" else protocol_world.ERROR
+            self.world.callback_end(chosen, error, 5.0 if end == "retry" else None)
+
+    # -- time, sweeps
+
+    @rule(seconds=st.sampled_from([0.6, 4.0, 11.0, 11.0, 31.0, 31.0, 3700.0]))
+    def advance(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @rule()
+    def sweep(self) -> None:
+        self.world.sweep()
+
+    # -- by hand
+
+    @rule(data=st.data(), how=st.sampled_from(["cancel", "delete", "retry", "retry"]))
+    def touch_job(self, data: Any, how: str) -> None:
+        jobs = self.protocol.rows(
+            "SELECT id FROM procrastinate_jobs WHERE status IN ('todo', 'doing', 'failed')"
+            " ORDER BY id DESC LIMIT 8"
+        )
+        if jobs:
+            self.world.touch_job(data.draw(st.sampled_from(jobs))["id"], how)
+
+    @precondition(lambda self: self.runs("processing"))
+    @rule(data=st.data(), slot=st.integers(0, 4), ours=st.booleans())
+    def stand_in_the_way(self, data: Any, slot: int, ours: bool) -> None:
+        run = data.draw(st.sampled_from(self.runs("processing")))
+        if ours:
+            self.world.defer_other(f"fanout_child:{run.id}:{slot}", "elsewhere")
+        else:
+            self.world.defer_other()
+
+    @rule(tasks=st.sampled_from(["child", "child,on_complete,on_failure", "", ""]))
+    def refuse(self, tasks: str) -> None:
+        if tasks != self.world.refused:
+            self.world.refuse(tasks)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(
+        data=st.data(),
+        status=st.sampled_from(["cancelled", "failed"]),
+        owed=st.booleans(),
+        abort=st.booleans(),
+    )
+    def stop(self, data: Any, status: str, owed: bool, abort: bool) -> None:
+        owing = [run for run in self.world.runs.values() if run.stop_owed]
+        if owing and owed:
+            self.world.stop(data.draw(st.sampled_from(owing)), "failed")
+        elif not owed and abort:
+            chosen = data.draw(st.sampled_from(list(self.world.runs.values())))
+            self.world.stop(chosen, status, abort=status == "cancelled")
+
+    @precondition(lambda self: self.world.runs)
+    @rule(data=st.data(), pause=st.booleans())
+    def pause_or_resume(self, data: Any, pause: bool) -> None:
+        run = data.draw(st.sampled_from(list(self.world.runs.values())))
+        (self.world.pause if pause and not run.paused else self.world.resume)(run)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(
+        data=st.data(),
+        change=st.one_of(
+            st.fixed_dictionaries({"max_in_flight": st.integers(1, 6)}),
+            st.fixed_dictionaries({"tolerate_count": st.sampled_from([None, 0, 1, 3])}),
+            st.fixed_dictionaries({"priority": st.integers(-2, 2)}),
+            st.just({"deadline": 20.0}),
+        ),
+    )
+    def update(self, data: Any, change: dict[str, Any]) -> None:
+        run = data.draw(st.sampled_from(list(self.world.runs.values())))
+        if "deadline" in change:
+            if data.draw(st.integers(0, 4)):
+                return
+            change = {"deadline": (self.world.now + protocol_world.seconds(20)).isoformat()}
+        self.world.update(run, **change)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(
+        data=st.data(),
+        statuses=st.sampled_from([["failed"], ["cancelled"], ["failed", "cancelled"]]),
+    )
+    def retry_failed(self, data: Any, statuses: list[str]) -> None:
+        run = data.draw(st.sampled_from(list(self.world.runs.values())))
+        self.world.retry_failed(run, statuses)
+
+    @precondition(lambda self: self.world.runs)
+    @rule(data=st.data(), limit=st.integers(1, 20))
+    def tidy(self, data: Any, limit: int) -> None:
+        self.world.tidy(data.draw(st.sampled_from(list(self.world.runs.values()))), limit)
+
+
+@pytest.fixture
+def clocked(conn: Connection) -> Iterator[Protocol]:
+    """The protocol on a clock that stands, with small ledgers and a host that may refuse jobs."""
+    conn.execute(protocol.CLOCK)
+    conn.execute(protocol.REFUSAL)
+    protocol.small_ledgers(conn)
+    yield Protocol(conn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_random_schedules_keep_every_invariant(clocked: Protocol) -> None:
+    """Invariants 1 to 6 after every step, and every run closes in the end.
+
+    cases.md: A01, A05 to A09, A11, A12, A14 to A16, B03, B04, B06, C05.
+    """
+    Machine.protocol = clocked
+    Machine.steps = 0
+    run_state_machine_as_test(
+        Machine,
+        settings=hypothesis.settings(
+            max_examples=max(1, STEPS // STEPS_PER_EXAMPLE // 2),
+            stateful_step_count=STEPS_PER_EXAMPLE,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )
+    print(f"{Machine.steps} steps")
