@@ -2,7 +2,7 @@
 
 import sys
 
-from fanout_procrastinate import cli
+from fanout_procrastinate.cli import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main())
+    sys.exit(main())

@@ -24,6 +24,7 @@ Connect = Callable[[], "psycopg.Connection[Any]"]
 
 _TRY_AGAIN = ("40001", "40P01")
 _MISSING = ("42P01", "42883", "42704")  # table, function, type
+_REFUSALS = ("0A", "22", "23", "42", "54")  # 54: larger than the server can take
 _TRIES = 20
 _LEVEL = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
 
@@ -32,11 +33,18 @@ def mapped(exc: psycopg.Error) -> errors.FanoutError:
     """Return the library's error for one of the driver's."""
     if exc.sqlstate in _MISSING and "fanout" in str(exc):
         return errors.SchemaError(f"the fan-out tables are missing ({_first_line(exc)})")
-    lost = isinstance(exc, psycopg.OperationalError | psycopg.InterfaceError)
-    refused = (exc.sqlstate or "")[:2] in ("22", "23", "42")
     return errors.DatabaseError(
-        _first_line(exc), sqlstate=exc.sqlstate, transient=lost or not refused
+        _first_line(exc), sqlstate=exc.sqlstate, transient=not _refused(exc)
     )
+
+
+def _refused(exc: psycopg.Error) -> bool:
+    """Return whether the server, or the driver itself, would refuse this statement every time."""
+    if exc.sqlstate is None:
+        return isinstance(exc, psycopg.DataError | psycopg.ProgrammingError)
+    if exc.sqlstate == "42P05":  # a prepared statement, behind a pooler
+        return False
+    return exc.sqlstate[:2] in _REFUSALS
 
 
 def tries_again(sqlstate: str | None) -> bool:

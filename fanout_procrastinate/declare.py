@@ -46,14 +46,21 @@ def _app_of(task: procrastinate.tasks.Task[..., Any, ...]) -> procrastinate.App:
     return app
 
 
-def _settle(app: Target) -> None:
+def _settle(app: Any) -> None:
     """Make sure that an App has its settings, and with them its sweeper."""
     if isinstance(app, procrastinate.App):
         fanout.FanOut.of(app)
 
 
-def _name_of(function: Callable[..., Any], name: str | None, limit: int) -> str:
-    return settings.check_task_name(name or utils.get_full_path(function), limit=limit)
+def _name_of(function: Callable[..., Any], name: str | None) -> str:
+    if not name:
+        try:
+            name = utils.get_full_path(function)
+        except procrastinate.exceptions.FunctionPathError as exc:
+            raise errors.ConfigurationError(
+                f"{function!r} has no name of its own; give a name= for its task"
+            ) from exc
+    return settings.check_task_name(name)
 
 
 def _register(app: Target, job: Callable[..., Any], declared: Any, options: Any, queue: str) -> Any:
@@ -79,15 +86,14 @@ class Child(Generic[P, R]):
         namespace: Mapping[str, Any],
     ) -> None:
         signatures.check_child_signature(function, options.pass_context)
+        functools.update_wrapper(self, function)  # first: it copies the function's attributes
         self.function = function
         self.options = options
-        self.name = _name_of(function, options.name, settings.MAX_TASK_NAME_CHARS)
+        self.name = _name_of(function, options.name)
         self.queue = options.queue
-        self.blueprint = app
         self._namespace = namespace
-        functools.update_wrapper(self, function)
-        _settle(app)
         self.task = _register(app, self._job(), self, options, options.queue)
+        _settle(self.task.blueprint)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
@@ -143,7 +149,8 @@ class Child(Generic[P, R]):
         started = await plan.owner.host.run_async(plan.start_call())
         found = plan.owner.started(started, plan.name, plan.run_key)
         if found.created:
-            with mapping.Mapping(plan.owner, found.id, self.packer(plan.owner, item_key)) as stage:
+            mapped = mapping.Mapping(plan.owner, found.id, self.packer(plan.owner, item_key))
+            async with mapped as stage:
                 await stage.all_async(items)
         return found
 
@@ -208,10 +215,10 @@ class Plan:
         app = _app_of(task)
         owner = fanout.FanOut.of(app)
         options = settings.ManagerOptions() if lister is None else lister.options
-        child_app = one.task.blueprint
-        if child_app is not app:
+        if _app_of(one.task) is not app:
             raise errors.ConfigurationError(
-                f"{task.name} and its child {one.task.name} belong to different apps"
+                f"{task.name} and its child {one.task.name} belong to different apps; "
+                "declare both on the same one"
             )
         columns: dict[str, Any] = {
             "name": task.name,
@@ -254,11 +261,7 @@ def _start_columns(given: dict[str, Any]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     run_key = given.pop("run_key", None)
     if run_key is not None:
-        if not isinstance(run_key, str) or not 0 < len(run_key.encode()) <= staging.MAX_KEY_BYTES:
-            raise errors.ConfigurationError(
-                f"run_key={run_key!r}: give a str of 1 to {staging.MAX_KEY_BYTES} bytes"
-            )
-        columns["run_key"] = run_key
+        columns["run_key"] = _checked_run_key(run_key)
     if_closed = given.pop("if_closed", "return")
     if if_closed not in ("return", "replace"):
         raise errors.ConfigurationError(f'if_closed={if_closed!r}: use "return" or "replace"')
@@ -278,16 +281,38 @@ def _start_columns(given: dict[str, Any]) -> dict[str, Any]:
     return columns | {
         name: value
         for name, value in run.run_columns(
-            {name: value for name, value in given.items() if value is not None}
+            # For a tolerance None says something: any number.
+            {
+                name: value
+                for name, value in given.items()
+                if value is not None or name == "tolerate"
+            }
         ).items()
         if name != "priority"
     }
 
 
+def _checked_run_key(run_key: Any) -> str:
+    if not _is_plain_text(run_key) or not 0 < len(run_key.encode()) <= staging.MAX_KEY_BYTES:
+        raise errors.ConfigurationError(
+            f"run_key={run_key!r}: give a str of 1 to {staging.MAX_KEY_BYTES} bytes, without NUL "
+            "characters and lone surrogates"
+        )
+    return str(run_key)
+
+
 def _tags(tags: Any) -> list[str]:
-    if isinstance(tags, str) or not all(isinstance(tag, str) and "\0" not in tag for tag in tags):
-        raise errors.ConfigurationError(f"tags={tags!r}: give a list of str")
-    return list(tags)
+    listed = isinstance(tags, Iterable) and not isinstance(tags, str)
+    found = list(tags) if listed else []
+    if not listed or not all(map(_is_plain_text, found)):
+        raise errors.ConfigurationError(
+            f"tags={tags!r}: give a list of str, without NUL characters and lone surrogates"
+        )
+    return found
+
+
+def _is_plain_text(text: Any) -> bool:
+    return isinstance(text, str) and sanitise.clean_text(text) == text
 
 
 def _args_json(args: Mapping[str, Any]) -> str:
@@ -326,17 +351,17 @@ class Manager(Generic[P, R]):
                 f"item_key={item_key!r} cannot be called; give a function: item -> str"
             )
         _check_parameters(function)
+        _check_same_app(app, one)
+        functools.update_wrapper(self, function)  # first: it copies the function's attributes
         self.function = function
         self.child = one
         self.item_key = item_key
         self.options = options
-        self.name = _name_of(function, options.name, settings.MAX_TASK_NAME_CHARS)
+        self.name = _name_of(function, options.name)
         self.queue = options.queue or one.queue
-        self.blueprint = app
         self._callbacks: list[tuple[str, Any]] = []
-        functools.update_wrapper(self, function)
-        _settle(app)
         self.task = _register(app, self._job(), self, options, self.queue)
+        _settle(self.task.blueprint)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
@@ -344,22 +369,28 @@ class Manager(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<manager {self.task.name}>"
 
-    def defer(self, *_: P.args, **args: P.kwargs) -> run.Run:
+    def defer(self, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start a run and return at once.
 
         Args:
             **args: the manager's arguments, as JSON: ids and paths, never contents.
 
         Raises:
-            TypeError: the manager does not take these arguments.
+            TypeError: the manager does not take these arguments, or they do not come by name.
             InvalidValue: an argument is no JSON.
             SchemaError: the tables are missing.
         """
+        self._check_named(positional)
         return self.configure().defer(**args)
 
-    async def defer_async(self, *_: P.args, **args: P.kwargs) -> run.Run:
+    async def defer_async(self, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start a run and return at once; otherwise like `defer`."""
+        self._check_named(positional)
         return await self.configure().defer_async(**args)
+
+    def _check_named(self, positional: tuple[Any, ...]) -> None:
+        if positional:
+            raise TypeError(f"{self.name}: a run's arguments are given by name")
 
     def configure(self, **options: Any) -> Deferrer:
         """Set options of the run about to be started; then call ``defer`` on what it returns.
@@ -423,25 +454,29 @@ class Manager(Generic[P, R]):
         max_attempts: int = 6,
         backoff: outcomes.Backoff | None = None,
     ) -> Any:
-        if not callable(function):
-            raise errors.ConfigurationError(f"{function!r} cannot be called with a Run")
-        task_name = _name_of(function, name, settings.MAX_TASK_NAME_CHARS)
+        _check_callback(function)
+        task_name = _name_of(function, name)
         target = self.task.blueprint
         for task in target.tasks.values():
             declared = getattr(task.func, "fanout_declared", None)
             if isinstance(declared, callbacks.Callback) and declared.function is function:
                 return task
-        declared = callbacks.Callback(
-            function=function,
+        options = settings.ManagerOptions(
+            name=name,
+            queue=queue or self.child.queue,
+            priority=self.child.options.priority if priority is None else priority,
             max_attempts=max_attempts,
             backoff=backoff or outcomes.Backoff(),
+        )
+        declared = callbacks.Callback(
+            function=function, max_attempts=options.max_attempts, backoff=options.backoff
         )
         job = _callback_job(declared)
         job.fanout_declared = declared  # type: ignore[attr-defined]
         return target.task(
             name=task_name,
-            queue=settings.check_queue_name(queue) if queue else self.child.queue,
-            priority=self.child.options.priority if priority is None else priority,
+            queue=options.queue,
+            priority=options.priority,
             pass_context=True,
             task_middleware=[child.note_worker],
         )(job)
@@ -462,6 +497,15 @@ class Manager(Generic[P, R]):
         return job
 
 
+def _check_callback(function: Any) -> None:
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError) as exc:
+        raise errors.ConfigurationError(
+            f"a callback is called with one Run, which {function!r} does not take ({exc})"
+        ) from exc
+
+
 def _callback_job(declared: callbacks.Callback) -> Callable[..., Any]:
     async def job(context: procrastinate.JobContext, run_id: int, generation: int) -> None:
         owner = fanout.FanOut.of(context.app)
@@ -475,6 +519,16 @@ def _callback_job(declared: callbacks.Callback) -> Callable[..., Any]:
             )
 
     return job
+
+
+def _check_same_app(app: Target, one: Child[..., Any]) -> None:
+    """Refuse a child of another app; of a blueprint nobody can tell before a run starts."""
+    theirs = one.task.blueprint
+    both = isinstance(app, procrastinate.App) and isinstance(theirs, procrastinate.App)
+    if both and theirs is not app:
+        raise errors.ConfigurationError(
+            f"the child {one.task.name} belongs to another app; declare both on the same one"
+        )
 
 
 def _check_parameters(function: Callable[..., Any]) -> None:

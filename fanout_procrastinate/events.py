@@ -9,26 +9,28 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 
-from fanout_procrastinate import database
+from fanout_procrastinate import database, errors
 
 logger = logging.getLogger(__name__)
 
 CHANNEL = "fanout_v1"
 
 _LINGER_SECONDS = 1.0
-_READ_SECONDS = 0.5
+_READ_SECONDS = 0.25
+_FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 
 Subscriber = Callable[[dict[str, Any]], None]
 
 
 class Hub:
-    """Listen while somebody is subscribed, in a thread of its own.
+    """Listen while somebody is subscribed, and a moment longer, in a thread of its own.
 
     Args:
         connect: opens a connection of the library's own.
@@ -39,8 +41,14 @@ class Hub:
         self._lock = threading.Lock()
         self._subscribers: set[Subscriber] = set()
         self._thread: threading.Thread | None = None
-        self._changed = threading.Event()
+        self._alone = threading.Event()
         self._closing = False
+        self._listening = False
+
+    @property
+    def listening(self) -> bool:
+        """Return whether events arrive at present."""
+        return self._listening
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call this with each event from now on, from the hub's thread; it must not block.
@@ -49,6 +57,7 @@ class Hub:
         """
         with self._lock:
             self._closing = False
+            self._alone.clear()
             self._subscribers.add(subscriber)
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -60,45 +69,45 @@ class Hub:
         """Call this no more."""
         with self._lock:
             self._subscribers.discard(subscriber)
-        self._changed.set()
+            if not self._subscribers:
+                self._alone.set()
 
     def close(self) -> None:
         """Stop listening, and wait for the thread."""
         with self._lock:
             self._closing = True
             self._subscribers.clear()
+            self._alone.set()
             thread = self._thread
-        self._changed.set()
         if thread is not None:
             thread.join(10.0)
 
     def _loop(self) -> None:
-        pause = 0.5
+        pause = _FIRST_PAUSE_SECONDS
         while not self._ended():
             try:
                 with self._connect() as connection:
                     connection.autocommit = True
                     connection.execute(f"LISTEN {CHANNEL}")
-                    pause = 0.5
+                    pause = _FIRST_PAUSE_SECONDS
+                    self._listening = True
                     self._publish({"event": "listening"})
                     self._read(connection)
-            except (psycopg.Error, OSError) as exc:
+                continue
+            except (psycopg.Error, OSError, errors.FanoutError) as exc:
                 logger.warning(
                     "Not listening for events; polling goes on",
                     extra={"action": "listen_failed", "exception": str(exc)},
                 )
-                self._changed.wait(pause)
-                pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
             except Exception:
                 logger.exception("Unexpected error", extra={"action": "listen_failed"})
-                self._changed.wait(pause)
-                pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+            finally:
+                self._listening = False
+            self._alone.wait(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     def _ended(self) -> bool:
         """Whether nobody is left; the thread says so under the lock, for a new one to start."""
-        self._changed.clear()
-        if not self._subscribers and not self._closing:
-            self._changed.wait(_LINGER_SECONDS)
         with self._lock:
             if self._subscribers:
                 return False
@@ -106,7 +115,13 @@ class Hub:
             return True
 
     def _read(self, connection: psycopg.Connection[Any]) -> None:
-        while self._subscribers:
+        left_at = time.monotonic()
+        while True:
+            # A wait that follows another finds the connection still there.
+            if self._subscribers:
+                left_at = time.monotonic()
+            elif self._closing or time.monotonic() - left_at > _LINGER_SECONDS:
+                return
             for notification in connection.notifies(timeout=_READ_SECONDS, stop_after=1):
                 try:
                     event = json.loads(notification.payload)

@@ -60,6 +60,7 @@ class FanOut:
     """
 
     def __init__(self, app: procrastinate.App, **options: Any) -> None:
+        app = _behind_proxy(app)
         if not isinstance(app, procrastinate.App):
             raise errors.ConfigurationError(
                 f"FanOut needs an App, not a {type(app).__name__}; blueprints take the settings "
@@ -269,7 +270,8 @@ class FanOut:
 
     def _task_names(self) -> list[str]:
         tasks = self.app.tasks.items()
-        return [name for name, task in tasks if hasattr(task.func, "fanout_declared")]
+        declared = [name for name, task in tasks if hasattr(task.func, "fanout_declared")]
+        return [SWEEP_TASK, *declared]
 
     def _result_codec(self, child_task: str) -> codec.Codec | None:
         self.app.perform_import_paths()  # type: ignore[no-untyped-call]
@@ -304,6 +306,11 @@ class FanOut:
         self.app.periodic_registry = _SweepRegistry(
             registry.periodic_tasks, self, task, self.settings.sweep_cron
         )
+
+
+def _behind_proxy(app: Any) -> Any:
+    """Return the app, or blueprint, behind Django's proxy: the one that its methods belong to."""
+    return getattr(getattr(app, "add_tasks_from", None), "__self__", app)
 
 
 class _SweepRegistry(periodic.PeriodicRegistry):

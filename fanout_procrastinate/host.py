@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import procrastinate
 import procrastinate.exceptions
 import psycopg
+import psycopg.conninfo
+import psycopg.rows
 
 from fanout_procrastinate import database, errors, store
 
@@ -44,12 +46,7 @@ class Host:
         """
         connector = self.app.connector.get_sync_connector()
         if connection is not None:
-            return self._parsed(
-                call,
-                lambda: connector.execute_query_all_with_connection(
-                    connection, call.sql, **call.params
-                ),
-            )
+            return self._run_on(connection, call)
         for attempt in range(_TRIES):
             try:
                 return call.parse(connector.execute_query_all(call.sql, **call.params))
@@ -62,6 +59,10 @@ class Host:
         """Run a call without blocking the loop; otherwise like `run`."""
         connector = self.app.connector
         if connection is not None:
+            if isinstance(connection, psycopg.Connection):
+                raise errors.ConfigurationError(
+                    "this connection is sync: give a psycopg.AsyncConnection, or call defer"
+                )
             try:
                 return call.parse(
                     await connector.execute_query_all_async_with_connection(
@@ -78,9 +79,23 @@ class Host:
             await asyncio.sleep(database.pause_before(attempt))
         raise AssertionError("unreachable")
 
-    def _parsed(self, call: store.Call[T], execute: Callable[[], Any]) -> T:
+    def _run_on(self, connection: Any, call: store.Call[T]) -> T:
+        if isinstance(connection, psycopg.AsyncConnection):
+            raise errors.ConfigurationError(
+                "this connection is async: give a psycopg.Connection, or call defer_async"
+            )
+        if isinstance(connection, psycopg.Connection):
+            # Not by way of the connector: opened for async use it takes async connections alone.
+            try:
+                with connection.cursor(row_factory=psycopg.rows.dict_row) as cursor:
+                    return call.parse(cursor.execute(call.sql.encode(), call.params).fetchall())
+            except psycopg.Error as exc:
+                raise database.mapped(exc) from exc
+        connector = self.app.connector.get_sync_connector()
         try:
-            return call.parse(execute())
+            return call.parse(
+                connector.execute_query_all_with_connection(connection, call.sql, **call.params)
+            )
         except procrastinate.exceptions.ConnectorException as exc:
             raise _mapped(exc) from exc
 
@@ -108,7 +123,9 @@ def connect_as(app: procrastinate.App) -> database.Connect:
 
     def connect() -> psycopg.Connection[Any]:
         conninfo, kwargs = _connection_settings(app.connector)
-        return psycopg.connect(conninfo, **_KEEPALIVE | kwargs)
+        given = psycopg.conninfo.conninfo_to_dict(conninfo)
+        ours = {name: value for name, value in _KEEPALIVE.items() if name not in given}
+        return psycopg.connect(conninfo, **ours | kwargs)
 
     return connect
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -51,6 +52,7 @@ class Listing:
     run_id: int
     claim: models.ManagerClaim
     _lost: bool = False
+    _ending: bool = False
 
     async def execute(self) -> None:
         """Stage everything and seal; an error is classed, and the manager runs again or fails.
@@ -90,6 +92,8 @@ class Listing:
             if isinstance(exc.__cause__, asyncio.CancelledError):
                 raise TimeoutError(f"its time limit of {limit:g} s passed") from exc
             raise
+        finally:
+            self._ending = True
 
     async def _stage(self) -> None:
         if _is_async(self.function):
@@ -97,6 +101,7 @@ class Listing:
                 await self._append(chunk)
         else:
             await self._stage_in_thread()
+        self._ending = True
         sealed = await self.runtime.database.run_async(store.seal(self.run_id, self.claim.fence))
         if sealed is None:
             raise errors.StaleManager(self.run_id)
@@ -190,13 +195,15 @@ class Listing:
     def _told_by(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | None
     ) -> Callable[[str], None]:
+        def give_up() -> None:
+            # A sealed run wants no manager either: once the seal is on its way, its answer decides.
+            if task is not None and not self._ending:
+                self._lost = True
+                task.cancel()
+
         def told(verdict: str) -> None:
-            self._lost = True
-            try:
-                if task is not None:
-                    loop.call_soon_threadsafe(task.cancel)
-            except RuntimeError:
-                pass  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(give_up)
 
         return told
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -74,6 +75,18 @@ class Mapping:
         finally:
             self._database.close()
 
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The loop goes on while the keeper ends.
+        await asyncio.shield(asyncio.to_thread(self.__exit__, kind, exc, trace))
+
     def all(self, items: Iterable[Any]) -> None:
         """Stage everything and seal."""
         for chunk in self.packer.chunks(iter(items)):
@@ -84,9 +97,10 @@ class Mapping:
         """Stage everything and seal."""
         run = self.owner.host.run_async
         if isinstance(items, AsyncIterable):
-            async for value in items:
-                if chunk := self.packer.add(value):
-                    self._checked(await run(self._append(chunk)))
+            async with _closed_at_the_end(aiter(items)) as source:
+                async for value in source:
+                    if chunk := self.packer.add(value):
+                        self._checked(await run(self._append(chunk)))
             if rest := self.packer.rest():
                 self._checked(await run(self._append(rest)))
         else:
@@ -101,3 +115,14 @@ class Mapping:
     def _checked(self, answer: Any) -> None:
         if answer is None:
             raise errors.StaleManager(self.run_id)
+
+
+@contextlib.asynccontextmanager
+async def _closed_at_the_end(iterator: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
+    """Close a generator at once where the listing breaks off, not when it is collected."""
+    try:
+        yield iterator
+    finally:
+        close = getattr(iterator, "aclose", None)
+        if close is not None:
+            await close()

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from fanout_procrastinate import codec, errors, events, host, models, settings, store
+from fanout_procrastinate import codec, errors, events, host, models, sanitise, settings, store
 
 T = TypeVar("T")
 
@@ -116,6 +116,12 @@ class Run:
             self._facts = self._found(self._access.host.run(store.run(self.id)))
         return self._facts
 
+    async def facts_async(self) -> models.RunFacts:
+        """Return what never changes; otherwise like `facts`."""
+        if self._facts is None or self._facts.ledgers == 0:
+            self._facts = self._found(await self._access.host.run_async(store.run(self.id)))
+        return self._facts
+
     @property
     def args(self) -> Mapping[str, Any]:
         """Return the arguments that the run was triggered with."""
@@ -126,10 +132,21 @@ class Run:
         """Return the progress frozen when the run closed, in a callback: its generation's.
 
         ``None`` while it is open.
+
+        Raises:
+            RunNotFound: the run is not kept.
         """
-        if self._closed_progress is None:
-            self._closed_progress = self._access.host.run(store.closed_progress(self.id, None))
-        return self._closed_progress
+        if self._closed_progress is not None:
+            return self._closed_progress
+        generation = self.progress().generation
+        return self._access.host.run(store.closed_progress(self.id, generation))
+
+    async def closed_progress_async(self) -> models.Progress | None:
+        """Return the progress frozen when the run closed; otherwise like `closed_progress`."""
+        if self._closed_progress is not None:
+            return self._closed_progress
+        generation = (await self.progress_async()).generation
+        return await self._access.host.run_async(store.closed_progress(self.id, generation))
 
     # -- reading
 
@@ -249,8 +266,9 @@ class Run:
                 progress = await self.progress_async()
                 if progress.closed:
                     return _judged(progress, raise_on_failure)
+                seconds = patience.next(progress)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(patience.next(progress)):
+                    async with asyncio.timeout(seconds):
                         await changed.wait()
 
     @contextlib.contextmanager
@@ -285,9 +303,8 @@ class Run:
         return await self.progress_async()
 
     def _cancel(self, abort: bool, reason: str | None) -> store.Call[str | None]:
-        return store.stop(
-            self.id, status="cancelled", reason=reason or "cancelled by an operator", abort=abort
-        )
+        text = sanitise.clean_text(reason or "cancelled by an operator")
+        return store.stop(self.id, status="cancelled", reason=text, abort=abort)
 
     def pause(self) -> models.Progress:
         """Hand out nothing more until `resume`; items at work end. No effect on a closed run."""
@@ -333,7 +350,6 @@ class Run:
     def _reopened(self, items: int | None) -> int:
         if self._found(items) == -1:
             raise errors.RunClosed(self.id, "replaced or being stopped")
-        self._closed_progress = None
         return items or 0
 
     def update(self, **changes: Any) -> models.Progress:
@@ -415,15 +431,16 @@ def moment(value: Any, name: str) -> datetime.datetime:
                 f"{name}={value!r} has no time zone; use datetime.now(tz=...)"
             )
         return value
-    if isinstance(value, Mapping):
-        value = datetime.timedelta(**value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = datetime.timedelta(seconds=value)
-    if not isinstance(value, datetime.timedelta):
+    try:
+        if isinstance(value, Mapping):
+            value = datetime.timedelta(**value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = datetime.timedelta(seconds=value)
+        return datetime.datetime.now(tz=datetime.UTC) + value  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError) as exc:
         raise errors.ConfigurationError(
             f"{name}={value!r}: give an aware datetime, a timedelta, or seconds from now"
-        )
-    return datetime.datetime.now(tz=datetime.UTC) + value
+        ) from exc
 
 
 class _Patience:

@@ -1,6 +1,8 @@
 """What one process shares between all of our jobs on one event loop, opened by the first of them.
 
-It is closed a little after the last: there is no hook at a worker's end.
+It is closed a while after the last: there is no hook at a worker's end, and who dies while we end
+our last job is silent for a lease, seen by the next sweep and rescued by the one after it. Until then
+somebody must sweep.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fanout_procrastinate import database, keeper, reporter, settings, sweeper
 
 logger = logging.getLogger(__name__)
 
-_LINGER_SECONDS = 2.0
+_LINGER_LEASES = 2.0
 
 
 class Runtime:
@@ -54,6 +56,7 @@ class Runtime:
         )
         self._on_close = on_close
         self._jobs = 0
+        self._jobs_ended = 0
         self._idle = asyncio.Event()
         self._closing = asyncio.Event()
         self._reporters: dict[int, reporter.Reporter] = {}
@@ -73,6 +76,7 @@ class Runtime:
             yield self
         finally:
             self._jobs -= 1
+            self._jobs_ended += 1
             if self._jobs == 0:
                 self._idle.set()
 
@@ -112,12 +116,12 @@ class Runtime:
         try:
             while True:
                 await self._idle.wait()
+                ended = self._jobs_ended
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LINGER_SECONDS):
+                    async with asyncio.timeout(_LINGER_LEASES * self.settings.lease):
                         await self._closing.wait()
-                if self._jobs == 0:
+                if self._jobs == 0 and (self._closing.is_set() or self._jobs_ended == ended):
                     return
-                self._closing.clear()
         finally:
             self._on_close()
             # Blocking on purpose: the loop may be ending, and nothing else of ours is at work.

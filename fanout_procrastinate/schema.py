@@ -12,6 +12,8 @@ from typing import Any
 import psycopg
 import psycopg.rows
 
+from fanout_procrastinate import errors
+
 logger = logging.getLogger(__name__)
 
 _FUNCTION_FILES = ("dispatch", "manager", "control", "sweep")
@@ -86,6 +88,17 @@ def missing(connection: psycopg.Connection[Any]) -> list[str]:
     return [script.name for script in scripts() if script.name not in applied]
 
 
+def _check_host(connection: psycopg.Connection[Any]) -> None:
+    with connection.cursor(row_factory=psycopg.rows.tuple_row) as cursor:
+        cursor.execute("SELECT to_regtype('procrastinate_job_to_defer_v1') IS NOT NULL")
+        row = cursor.fetchone()
+    if not row or not row[0]:
+        raise errors.ConfigurationError(
+            "procrastinate's own tables are missing in this database, or older than version 3; "
+            "first run: procrastinate --app=... schema --apply"
+        )
+
+
 def apply(connection: psycopg.Connection[Any]) -> list[str]:
     """Apply what is missing, in one transaction and under an advisory lock.
 
@@ -93,8 +106,12 @@ def apply(connection: psycopg.Connection[Any]) -> list[str]:
     must be there already. Applying twice, or from several programs at once, changes nothing more.
 
     Returns the names of the parts that were applied.
+
+    Raises:
+        ConfigurationError: procrastinate's own tables are missing.
     """
     with connection.transaction():
+        _check_host(connection)
         connection.execute(
             "SELECT pg_advisory_xact_lock("
             "hashtextextended('fanout_schema:' || current_schema(), 0))"

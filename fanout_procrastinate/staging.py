@@ -52,12 +52,13 @@ class Packer:
             InvalidItem: it does not fit the child, or its key cannot be one.
             ItemTooLarge: it has more than `max_item_bytes`.
         """
+        key = None
         try:
             valid = self.items.validate(value)
-            key = None if self.item_key is None else self._key(valid)
+            key = self._key(valid)
             payload = self.items.dump_item(valid)
         except errors.InvalidValue as exc:
-            raise errors.InvalidItem(str(exc), position=self.listed) from exc
+            raise errors.InvalidItem(str(exc), position=self.listed, key=key) from exc
         size = sanitise.json_size(payload)
         if size > self.max_item_bytes:
             raise errors.ItemTooLarge(size, self.max_item_bytes, position=self.listed, key=key)
@@ -87,14 +88,21 @@ class Packer:
         if chunk := self.rest():
             yield chunk
 
-    def _key(self, item: Any) -> str:
-        assert self.item_key is not None  # noqa: S101 - checked by add
-        key = self.item_key(item)
+    def _key(self, item: Any) -> str | None:
+        if self.item_key is None:
+            return None
+        key: object
+        try:
+            key = self.item_key(item)
+        except Exception as exc:  # item_key is the user's code
+            raise errors.InvalidItem(
+                f"item_key raised {type(exc).__name__}: {exc}", position=self.listed
+            ) from exc
         if not isinstance(key, str):
             raise errors.InvalidItem(
                 f"its key {key!r} is no str; let item_key return one", position=self.listed
             )
-        if not sanitise.is_storable(sanitise.to_json(key)) or "\0" in key:
+        if sanitise.clean_text(key) != key:
             raise errors.InvalidItem(
                 "its key contains a NUL character or a lone surrogate", position=self.listed
             )

@@ -230,7 +230,9 @@ _QUERIES = {
 }
 
 
-def check(conn: psycopg.Connection[Any], run_id: int | None = None, *, damaged: bool = False) -> None:
+def check(
+    conn: psycopg.Connection[Any], run_id: int | None = None, *, damaged: bool = False
+) -> None:
     """Assert the invariants of all runs, or of one.
 
     With `damaged` those are left out that somebody can break from outside (by cancelling or

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import psycopg
 from psycopg.rows import dict_row
 
 from fanout_procrastinate import Backoff, FanOut, Progress, Run, database, errors, host, store
+from fanout_procrastinate.fanout import SWEEP_TASK
 
 QUICK = Backoff(initial=0.01, maximum=0.01, jitter=0)
 """Tries again at once."""
@@ -77,8 +79,10 @@ def counts(progress: Progress) -> Mapping[str, int]:
 
 
 def jobs(conn: psycopg.Connection[Any], **where: Any) -> list[dict[str, Any]]:
-    """Return the host's job rows, the oldest first; narrowed by equal columns."""
-    condition = " AND ".join(f"{column} = %({column})s" for column in where) or "true"
+    """Return the host's job rows, the oldest first, without sweeps; narrowed by equal columns."""
+    condition = " AND ".join(
+        [f"task_name <> '{SWEEP_TASK}'", *(f"{column} = %({column})s" for column in where)]
+    )
     with conn.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(
             f"SELECT * FROM procrastinate_jobs WHERE {condition} ORDER BY id", where
@@ -88,6 +92,38 @@ def jobs(conn: psycopg.Connection[Any], **where: Any) -> list[dict[str, Any]]:
 def unconnected() -> procrastinate.App:
     """Return an app for tests that never reach a database."""
     return procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo="host=/nowhere"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe(store.Call[Any]):
+    """A call of the test's own; answers its rows."""
+
+    text: str = ""
+
+    @property
+    def sql(self) -> str:
+        return self.text
+
+
+def probe(sql: str, **params: Any) -> Probe:
+    """Return a call of the test's own: `probe("SELECT %(x)s AS x", x=1)`."""
+    return Probe("probe", params, list, sql)
+
+
+def flaky(conn: psycopg.Connection[Any], code: str, times: int) -> Probe:
+    """Return a call that fails so often with this SQLSTATE, and then answers."""
+    conn.execute("CREATE SEQUENCE IF NOT EXISTS tries")
+    conn.execute("ALTER SEQUENCE tries RESTART")
+    conn.execute(f"""
+        CREATE OR REPLACE FUNCTION flaky() RETURNS bigint LANGUAGE plpgsql AS $$
+        DECLARE n bigint := nextval('tries');
+        BEGIN
+            IF n <= {times} THEN
+                RAISE EXCEPTION 'try % of fanout', n USING ERRCODE = '{code}';
+            END IF;
+            RETURN n;
+        END $$""")
+    return probe("SELECT flaky() AS n")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import procrastinate
@@ -69,7 +70,7 @@ def listing(n: int) -> Any:
 def test_child_refuses_what_cannot_work(
     far: procrastinate.App, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
         fanout_child(far, **options)(work)
 
 
@@ -104,7 +105,7 @@ def test_child_must_take_one_item(far: procrastinate.App) -> None:
         yield item
 
     for function, words in ((nothing, "(item)"), (two, "other"), (generator, "yields")):
-        with pytest.raises(ConfigurationError, match=words.replace("(", r"\(")):
+        with pytest.raises(ConfigurationError, match=re.escape(words)):
             fanout_child(far)(function)
     with pytest.raises(ConfigurationError, match=r"\(context, item\)"):
         fanout_child(far, pass_context=True)(work)
@@ -361,8 +362,9 @@ async def test_blueprint_works_in_an_app(
         run = await manager.defer_async(n=3)
         progress = await finished(run)
         assert counts(progress) == {"succeeded": 3, "total": 3}
-        assert progress.name == f"{namespace}:lister"
-        assert dict(progress.callbacks) == {f"{namespace}:done": "done"}
+        prefix = f"{namespace}:" if namespace else ""
+        assert progress.name == f"{prefix}lister"
+        assert dict(progress.callbacks) == {f"{prefix}done": "done"}
         mapped = await manager.child.map_async([7, 8])
         await mapped.wait_async(timeout=10)
         assert [result async for result in mapped.results()] == [7, 8]
@@ -456,7 +458,6 @@ async def test_positional_arguments_are_refused_by_async_starts_too(
         ({"max_in_flight": 0}, "max_in_flight"),
         ({"tolerate": 2.0}, "tolerate"),
         ({"colour": 1}, "no option 'colour'"),
-        ({"connection": "dsn"}, "connection"),
     ],
 )
 def test_options_of_a_start_are_checked(
@@ -523,7 +524,8 @@ async def test_options_are_stored_with_the_run(
         ).defer_async(n=2)
         anything = await manager.configure(tolerate=None, max_in_flight=None).defer_async(n=3)
         found = await FanOut.of(app).find_run_async("lister", "k")
-        assert found == given and found.facts.tags == ("a", "b") and found.args == {"n": 2}
+        assert found == given and (await given.facts_async()).tags == ("a", "b")
+        assert given.args == {"n": 2}
     rows = {row["id"]: row for row in conn.execute("SELECT * FROM fanout_runs")}
     one, two = rows[plain.id], rows[given.id]
     assert [one[name] for name in ("child_queue", "manager_queue")] == ["papers", "papers"]
@@ -645,8 +647,8 @@ def test_run_joins_the_callers_sync_transaction(
         with own.transaction(), pytest.raises(RunKeyConflict):
             manager.configure(connection=own, run_key="k").defer(n=3)
             manager.configure(connection=own, run_key="k").defer(n=4)
-    assert [row["id"] for row in conn.execute("SELECT id FROM fanout_runs")][0] == run.id
-    assert len(jobs(conn)) == 2
+    runs = conn.execute("SELECT id FROM fanout_runs ORDER BY id").fetchall()
+    assert runs[0]["id"] == run.id and len(runs) == len(jobs(conn)) == 2
 
 
 async def test_sync_connection_in_an_app_opened_async(
@@ -660,9 +662,7 @@ async def test_sync_connection_in_an_app_opened_async(
     assert [job["args"] for job in jobs(conn)] == [{"run_id": run.id}]
 
 
-async def test_connection_of_the_other_kind_is_refused(
-    app: procrastinate.App, dsn: str
-) -> None:
+async def test_connection_of_the_other_kind_is_refused(app: procrastinate.App, dsn: str) -> None:
     manager = declare(app, "lister", "papers")
     async with opened(app):
         with (

@@ -28,9 +28,7 @@ STEPS = int(os.environ.get("FANOUT_TEST_STEPS", "6000"))
 STEPS_PER_EXAMPLE = 60
 FATES = st.sampled_from(["ok"] * 6 + ["lost before", "lost after"])
 WISHES = st.sampled_from(["next"] * 6 + ["slice"] * 2 + ["end"])
-OUTCOMES = st.sampled_from(
-    ["succeeded"] * 5 + ["failed"] * 3 + ["released"] * 4 + ["returned"]
-)
+OUTCOMES = st.sampled_from(["succeeded"] * 5 + ["failed"] * 3 + ["released"] * 4 + ["returned"])
 RETRY_INS = st.sampled_from([0.0, 3.0, 8.0, 25.0, 3600.0])
 CALLBACKS = [
     callback("on_complete"),
@@ -77,8 +75,10 @@ class Machine(RuleBasedStateMachine):
             if sending.entries
         }
         return self.free(
-            lambda loop: loop.reply is not None
-            and (loop.process, loop.run, loop.reply.ledger) not in on_their_way
+            lambda loop: (
+                loop.reply is not None
+                and (loop.process, loop.run, loop.reply.ledger) not in on_their_way
+            )
         )
 
     # -- runs

@@ -30,6 +30,7 @@ class Scene:
         *,
         concurrency: int = 4,
         lease: float = scripted.LEASE_SECONDS,
+        sweep: str = scripted.EACH_SECOND,
         queues: str = scripted.QUEUE,
         app: str = "scripted",
         arguments: Iterable[str] = (),
@@ -41,7 +42,11 @@ class Scene:
             queues=queues,
             concurrency=concurrency,
             arguments=arguments,
-            env={journal.VARIABLE: str(self.log.path), scripted.LEASE_VARIABLE: str(lease)},
+            env={
+                journal.VARIABLE: str(self.log.path),
+                scripted.LEASE_VARIABLE: str(lease),
+                scripted.SWEEP_VARIABLE: sweep,
+            },
         )
         return worker.wait_ready() if ready else worker
 
@@ -67,13 +72,13 @@ class Scene:
 
     def states(self, run: Run) -> Counter[str]:
         """Count the items of a run by state, from their rows."""
-        rows = self.query("SELECT status FROM fanout_items WHERE run_id = %(run)s", run=run.id)
-        return Counter(row["status"] for row in rows)
+        return Counter(str(item.status) for item in run.items())
 
     def items(self, run: Run) -> dict[str, Row]:
         """Return the item rows of a run by the names of their steps."""
         rows = self.query(
-            "SELECT payload->>'name' AS name, * FROM fanout_items WHERE run_id = %(run)s", run=run.id
+            "SELECT payload->>'name' AS name, * FROM fanout_items WHERE run_id = %(run)s",
+            run=run.id,
         )
         return {row["name"]: row for row in rows}
 
@@ -96,9 +101,7 @@ class Scene:
 
     # -- judging
 
-    def assert_closed_once(
-        self, run: Run, status: str = "completed", **counts: int
-    ) -> None:
+    def assert_closed_once(self, run: Run, status: str = "completed", **counts: int) -> None:
         """Assert what a run closed as, from all tables: rows, counters, close, callbacks."""
         run.wait(timeout=1.0)
         expected = Counter(counts)

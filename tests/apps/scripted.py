@@ -1,6 +1,7 @@
 """An app whose items say what their child does: sleep, fail, block, or take its process along."""
 
 import asyncio
+import contextvars
 import os
 import time
 from typing import Any
@@ -23,6 +24,10 @@ from tests.apps import journal
 QUEUE = "scripted"
 LEASE_VARIABLE = "FANOUT_TEST_LEASE"
 LEASE_SECONDS = 2.0
+SWEEP_VARIABLE = "FANOUT_TEST_SWEEP"
+EACH_SECOND = "* * * * * */1"
+EACH_MINUTE = "* * * * *"
+NEVER = "0 0 1 1 *"
 CHUNK_SIZE = 10
 KILLED = 137
 
@@ -30,10 +35,11 @@ app = procrastinate.App(connector=procrastinate.PsycopgConnector())
 fanout = FanOut(
     app,
     lease=float(os.environ.get(LEASE_VARIABLE, LEASE_SECONDS)),
-    sweep_cron="* * * * * */1",
+    sweep_cron=os.environ.get(SWEEP_VARIABLE, EACH_SECOND),
     chunk_size=CHUNK_SIZE,
 )
 log = journal.of_environment()
+ambient: contextvars.ContextVar[str] = contextvars.ContextVar("ambient", default="")
 
 
 class Step(pydantic.BaseModel):
@@ -45,8 +51,8 @@ class Step(pydantic.BaseModel):
     blocks: float = 0.0
     """Block the event loop."""
     sleep: float = 0.0
-    exits: bool = False
-    """Take the whole process along, at every try."""
+    exits: int = 0
+    """Take the whole process along, so many times."""
     fails: int = 0
     """Raise a transient error at so many tries."""
     retry_in: float = 0.2
@@ -55,11 +61,17 @@ class Step(pydantic.BaseModel):
 
 
 def _start(context: ItemContext, step: Step) -> None:
-    log.write("start", run=context.run_id, item=step.name, attempt=context.attempt)
+    log.write(
+        "start",
+        run=context.run_id,
+        item=step.name,
+        attempt=context.attempt,
+        ambient=ambient.get(),
+    )
 
 
 def _end(context: ItemContext, step: Step) -> str:
-    if step.exits:
+    if any(log.is_first(f"exit-{context.run_id}-{step.name}-{n}") for n in range(step.exits)):
         os._exit(KILLED)
     if context.attempt <= step.fails:
         raise TransientError("not yet", retry_in=step.retry_in)
@@ -110,8 +122,13 @@ def steps_in_thread(steps: list[dict[str, Any]]) -> Any:
 async def closed(run: Run) -> None:
     progress = run.closed_progress
     log.write(
-        "closed", run=run.id, generation=progress.generation, status=progress.status,
-        succeeded=progress.succeeded, failed=progress.failed, total=progress.total,
+        "closed",
+        run=run.id,
+        generation=progress.generation,
+        status=progress.status,
+        succeeded=progress.succeeded,
+        failed=progress.failed,
+        total=progress.total,
     )
     if run.args["callback"] == "dies" and log.is_first(f"callback-{run.id}"):
         os._exit(KILLED)
@@ -144,6 +161,29 @@ def _stumble(name: str, how: str, always: bool) -> None:
     log.write("listing", name=name)
     if not always and not log.is_first(name):
         return
+    if how == "waits":
+        while not log.arrived("go")[0]:
+            time.sleep(0.01)
+        return
     if how == "dies":
         os._exit(KILLED)
-    raise (PermanentError if how == "gives up" else TransientError)("stumbled", )
+    raise (PermanentError if how == "gives up" else TransientError)("stumbled")
+
+
+@app.task(queue=QUEUE)
+def unrelated(name: str) -> None:
+    log.write("unrelated", name=name)
+
+
+@fanout_child(app, queue=QUEUE)
+async def start_more(name: str) -> int:
+    ambient.set(name)
+    await unrelated.defer_async(name=name)
+    run = await steps.defer_async(steps=[{"name": "x"}, {"name": "y"}], callback="")
+    log.write("nested", run=run.id, name=name)
+    return run.id
+
+
+@fanout_manager(app, child=start_more)
+def nest(count: int) -> Any:
+    return [str(number) for number in range(count)]

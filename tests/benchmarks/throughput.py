@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +136,8 @@ def report(settings: Settings, pairs: list[tuple[float, float]], server: str) ->
     }
 
 
-def _setup(dsn: str) -> str:
+def prepare(dsn: str) -> str:
+    """Apply both schemas and say what server it is."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(procrastinate.schema.SchemaManager.get_schema().encode())
         schema.apply(connection)
@@ -144,27 +147,45 @@ def _setup(dsn: str) -> str:
     return f"PostgreSQL {row[0]}, fsync {flush[0]}"
 
 
-def _run(dsn: str, settings: Settings) -> dict[str, Any]:
-    server = _setup(dsn)
+@contextlib.contextmanager
+def served(place: Path | None = None) -> Iterator[str]:
+    """Yield the DSN of an empty database: on the server given, else on one of our own."""
+    if dsn := os.environ.get("FANOUT_TEST_DSN"):
+        maker = databases.Databases(dsn)
+        name = f"fanout_bench_{os.getpid()}"
+        try:
+            yield maker.create(name)
+        finally:
+            maker.drop(name)
+            maker.close()
+        return
+    installation = installations.find(18)
+    if installation is None:
+        raise SystemExit(f"PostgreSQL 18 is not on this machine: {installations.remedy(18)}")
+    place = place or Path(tempfile.gettempdir())
+    with servers.Server(installation, settings=_DURABLE, place=place) as server:
+        yield server.dsn
+
+
+@contextlib.contextmanager
+def working(dsn: str, processes: int, concurrency: int) -> Iterator[None]:
+    """Keep idle workers of both kinds, and point this process to the same database."""
     os.environ.update(databases.environment(dsn))
-    running = [
-        workers.Worker(
-            dsn,
-            "tests.benchmarks.throughput_app.app",
-            queues=["plain", "fanout"],
-            concurrency=settings.concurrency,
-            # One line per job would be measured too.
-            arguments=[],
-        )
-        for _ in range(settings.processes)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                workers.Worker(
+                    dsn,
+                    "tests.benchmarks.throughput_app.app",
+                    queues=["plain", "fanout"],
+                    concurrency=concurrency,
+                )
+            )
+            for _ in range(processes)
+        ]
         for worker in running:
             worker.wait_ready()
-        return report(settings, asyncio.run(measure(dsn, settings)), server)
-    finally:
-        for worker in running:
-            worker.close()
+        yield
 
 
 def main() -> None:
@@ -180,22 +201,10 @@ def main() -> None:
     parser.add_argument("--place", type=Path, help="folder for the server's data")
     given = parser.parse_args()
     settings = Settings(given.items, given.processes, given.concurrency, given.rounds)
-    dsn = os.environ.get("FANOUT_TEST_DSN")
-    if dsn:
-        maker = databases.Databases(dsn)
-        name = f"fanout_bench_{os.getpid()}"
-        try:
-            figures = _run(maker.create(name), settings)
-        finally:
-            maker.drop(name)
-            maker.close()
-    else:
-        installation = installations.find(18)
-        if installation is None:
-            raise SystemExit(f"PostgreSQL 18 is not on this machine: {installations.remedy(18)}")
-        place = given.place or Path(tempfile.gettempdir())
-        with servers.Server(installation, settings=_DURABLE, place=place) as server:
-            figures = _run(server.dsn, settings)
+    with served(given.place) as dsn:
+        server = prepare(dsn)
+        with working(dsn, settings.processes, settings.concurrency):
+            figures = report(settings, asyncio.run(measure(dsn, settings)), server)
     if given.json:
         print(json.dumps(figures))
         return

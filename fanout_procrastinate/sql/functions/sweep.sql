@@ -457,7 +457,7 @@ BEGIN
     -- The last fuse: a run that could move, has nobody who works on it or waits to, and that no
     -- sweep has set going again. Only time seen by sweeps that follow each other counts.
     IF r.status IN ('pending', 'processing') THEN
-        IF fanout_idle_v1(p_run, p_lease) THEN
+        IF fanout_idle_v1(p_run) THEN
             UPDATE fanout_runs
             SET idle_seconds = idle_seconds + CASE WHEN idle_seen_at > v_now
                         - make_interval(secs => greatest(p_lease * 2, 120))
@@ -482,23 +482,19 @@ BEGIN
 END;
 $$;
 
--- Whether a run could move and nothing will move it: not paused, nothing due later, no renewed
--- slot or manager, and no job of its own that waits for a worker.
-CREATE OR REPLACE FUNCTION fanout_idle_v1(p_run bigint, p_lease double precision) RETURNS boolean
+-- Whether a run could move and nothing will move it: not paused, nothing due later, no slot, no
+-- manager and no job of its own. What is silent has been marked: it will be rescued, or renewed.
+CREATE OR REPLACE FUNCTION fanout_idle_v1(p_run bigint) RETURNS boolean
 LANGUAGE sql AS $$
     SELECT CASE r.status
-        WHEN 'pending' THEN coalesce(r.manager_seen_at
-                < clock_timestamp() - make_interval(secs => p_lease), true)
+        WHEN 'pending' THEN r.manager_task IS NOT NULL AND r.manager_suspect_since IS NULL
             AND NOT EXISTS (SELECT FROM procrastinate_jobs j
-                WHERE j.id = r.manager_job_id AND j.status = 'todo')
-        ELSE NOT r.paused AND NOT EXISTS (
-                SELECT FROM fanout_slots s WHERE s.run_id = r.id AND (NOT s.active
-                OR s.seen_at >= clock_timestamp() - make_interval(secs => p_lease)))
-            AND NOT EXISTS (
-                SELECT FROM fanout_ledgers l WHERE l.run_id = r.id AND l.cursor >= l.size
-                AND l.waiting > 0 AND l.open AND NOT EXISTS (
-                    SELECT FROM fanout_items t WHERE t.run_id = r.id AND t.ledger = l.ledger
-                    AND t.due <= clock_timestamp()))
+                WHERE j.id = r.manager_job_id AND j.status IN ('todo', 'doing'))
+        ELSE NOT r.paused AND NOT EXISTS (SELECT FROM fanout_slots s WHERE s.run_id = r.id)
+            AND EXISTS (
+                SELECT FROM fanout_ledgers l WHERE l.run_id = r.id AND (l.cursor < l.size
+                OR EXISTS (SELECT FROM fanout_items t WHERE t.run_id = r.id
+                    AND t.ledger = l.ledger AND t.due <= clock_timestamp())))
         END
     FROM fanout_runs r WHERE r.id = p_run
 $$;

@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import procrastinate
 
-from fanout_procrastinate import database, display, errors, fanout, run
+from fanout_procrastinate import database, errors, fanout, run
+from fanout_procrastinate.cli import display
 
 
 class AppNotLoaded(errors.ConfigurationError):
@@ -43,30 +44,32 @@ class Session:
         self._cleanup.close()
 
     @functools.cached_property
-    def loaded(self) -> fanout.FanOut:
-        """The app's fan-outs, imported and no more.
-
-        Raises:
-            AppNotLoaded: it cannot be imported.
-        """
-        return fanout.FanOut.of(load(self.options.app))
-
-    @functools.cached_property
-    def owner(self) -> fanout.FanOut:
-        """The app's fan-outs, with the app open.
+    def reached(self) -> fanout.FanOut:
+        """The app's fan-outs; the app is not open, but its server has answered.
 
         Raises:
             AppNotLoaded: it cannot be imported, or does not tell how to connect.
             DatabaseError: the server does not answer.
         """
-        owner = self.loaded
+        owner = fanout.FanOut.of(load(self.options.app))
         try:
             # A wrong address shows here and now; the app's pool would try for half a minute.
             owner.missing_schema()
-            self._cleanup.callback(owner.app.close)
-            owner.app.open()
         except errors.ConfigurationError as exc:
             raise AppNotLoaded(f"cannot use the app {self.options.app}: {exc}") from exc
+        return owner
+
+    @functools.cached_property
+    def owner(self) -> fanout.FanOut:
+        """The app's fan-outs, with the app open until the session ends.
+
+        Raises:
+            AppNotLoaded, DatabaseError: as for `reached`.
+        """
+        owner = self.reached
+        self._cleanup.callback(owner.app.close)
+        try:
+            owner.app.open()
         except database.DriverError as exc:
             raise database.mapped(exc) from exc
         self._cleanup.callback(owner.close)
@@ -104,18 +107,24 @@ def load(path: str) -> procrastinate.App:
     Raises:
         AppNotLoaded: it is not there, is no app, or its module raised something.
     """
+    if not path:
+        raise errors.ConfigurationError(
+            "which app? give --app=module.attribute, such as --app=papers.app, or set FANOUT_APP"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         # What the module prints must not stand in the way of our JSON.
         with contextlib.redirect_stdout(sys.stderr):
             app = procrastinate.App.from_path(path)
-            app.perform_import_paths()
+            app.perform_import_paths()  # type: ignore[no-untyped-call]
     except procrastinate.exceptions.LoadFromPathError as exc:
         raise AppNotLoaded(
             f"cannot load the app {path}: {exc}; give --app=module.attribute, and start from the "
             "folder that holds the module"
         ) from exc
-    except (Exception, SystemExit) as exc:  # noqa: BLE001 - the user's module may raise anything
-        raise AppNotLoaded(f"cannot load the app {path}: {type(exc).__name__}: {exc}") from exc
+    except (Exception, SystemExit) as exc:  # a user's module
+        raise AppNotLoaded(
+            f"cannot load the app {path}: {type(exc).__name__}: {exc} (--verbose shows where)"
+        ) from exc
     return app

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from fanout_procrastinate import models
+from fanout_procrastinate.cli import views
 
 try:
     import rich.box
@@ -24,7 +23,6 @@ else:
     HAVE_RICH = True
 
 _SECONDS_BETWEEN_LINES = 1.0
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _STYLES = {
     "completed": "green",
     "succeeded": "green",
@@ -54,95 +52,7 @@ def visible(text: object) -> str:
     )
 
 
-def cut(text: object, length: int) -> str:
-    """Return text of at most so many characters; a mark shows where it was cut."""
-    whole = str(text)
-    return whole if len(whole) <= length else whole[: length - 1] + "…"
-
-
-def compact(value: Any, length: int = 60) -> str:
-    """Return JSON on one line, cut."""
-    return cut(json.dumps(value, ensure_ascii=False), length)
-
-
-def duration(seconds: float | None) -> str:
-    """Return seconds in words, as exact as a person needs.
-
-    Example:
-        >>> duration(0.42), duration(42), duration(3723)
-        ('0.4 s', '42 s', '1 h 02 min')
-    """
-    if seconds is None:
-        return ""
-    if seconds < 10:
-        return f"{max(seconds, 0.0):.1f} s"
-    whole = int(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02} h"
-
-
-def moment(when: datetime.datetime | None) -> str:
-    """Return a time in the reader's time zone."""
-    return "" if when is None else when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def took(start: datetime.datetime | None, end: datetime.datetime | None) -> str:
-    """Return in words how long something took, where it has ended."""
-    return "" if start is None or end is None else duration((end - start).total_seconds())
-
-
-def standing(progress: models.Progress) -> str:
-    """Return where an open run stands: counts, rate and time left."""
-    if progress.total is None:
-        parts = [f"{progress.pending} listed so far"]
-    else:
-        parts = [f"{progress.done} of {progress.total} ({progress.percent:.0f} %)"]
-    parts += [
-        f"{number} {word}"
-        for word, number in (("failed", progress.failed), ("waiting", progress.waiting))
-        if number
-    ]
-    if progress.paused:
-        parts.append("paused")
-    if progress.rate >= 0.05:
-        parts.append(f"{progress.rate:.1f}/s")
-    if progress.eta is not None:
-        parts.append(f"about {duration(progress.eta)} left")
-    return ", ".join(parts)
-
-
-def summary(progress: models.Progress) -> str:
-    """Return a run in one line.
-
-    A closed run reads ``run 1: completed, 22 items, 18 succeeded, 4 failed``.
-    """
-    start = f"run {progress.run_id}: {progress.status}"
-    if not progress.closed:
-        stopping = f": {progress.reason}" if progress.reason else ""
-        return f"{start}, {standing(progress)}{stopping}"
-    line = (
-        f"{start}, {progress.total or 0} items, "
-        f"{progress.succeeded} succeeded, {progress.failed} failed"
-    )
-    if progress.cancelled:
-        line += f", {progress.cancelled} cancelled"
-    return f"{line}: {progress.reason}" if progress.reason else line
-
-
 # -- screens
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """Head one column of a table; numbers stand to the right."""
-
-    name: str
-    right: bool = False
 
 
 class Screen:
@@ -163,13 +73,17 @@ class Screen:
         for name, value in there:
             self.line(f"  {name:<{width}}  {value}")
 
-    def table(self, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
-        """Write rows under their heads."""
-        cells = [[column.name.upper() for column in columns]]
+    def block(self, text: str) -> None:
+        """Write lines of our own as they are."""
+        self._stream.write(text)
+
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Write rows under their heads; a head that ends with ``>`` stands to the right."""
+        cells = [[head.rstrip(">").upper() for head in heads]]
         cells += [[_cell(value) for value in row] for row in rows]
-        widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+        widths = [max(len(row[place]) for row in cells) for place in range(len(heads))]
         for row in cells:
-            self.line("  ".join(map(_padded, row, columns, widths)).rstrip())
+            self.line("  ".join(map(_padded, row, heads, widths)).rstrip())
 
     @contextlib.contextmanager
     def live(self) -> Iterator[Update]:
@@ -181,8 +95,8 @@ def _cell(value: object) -> str:
     return "" if value is None else visible(value)
 
 
-def _padded(text: str, column: Column, width: int) -> str:
-    return text.rjust(width) if column.right else text.ljust(width)
+def _padded(text: str, head: str, width: int) -> str:
+    return text.rjust(width) if head.endswith(">") else text.ljust(width)
 
 
 class Lines:
@@ -196,14 +110,19 @@ class Lines:
         self._shown: dict[int, tuple[object, float]] = {}
 
     def update(self, progress: models.Progress) -> None:
-        state = (progress.status, progress.total, progress.pending, progress.waiting)
-        state += (progress.processing, progress.done, progress.failed, progress.paused)
+        state = _state(progress)
         before, at = self._shown.get(progress.run_id, (None, float("-inf")))
         now = self._clock()
         if state == before or (now - at < _SECONDS_BETWEEN_LINES and not progress.closed):
             return
         self._shown[progress.run_id] = (state, now)
-        self._line(summary(progress))
+        self._line(views.summary(progress))
+
+
+def _state(progress: models.Progress) -> object:
+    """What must differ for a line to be worth reading: not the rate alone."""
+    counts = (progress.pending, progress.waiting, progress.processing, progress.failed)
+    return progress.status, progress.total, progress.done, progress.paused, counts
 
 
 class RichScreen(Screen):
@@ -218,10 +137,16 @@ class RichScreen(Screen):
     def line(self, text: str) -> None:
         self._console.print(rich.text.Text(visible(text)), soft_wrap=True)
 
-    def table(self, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for column in columns:
-            table.add_column(column.name, justify="right" if column.right else "left")
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for head in heads:
+            right = head.endswith(">")
+            table.add_column(
+                head.rstrip(">"),
+                justify="right" if right else "left",
+                no_wrap=right,
+                overflow="fold",
+            )
         for row in rows:
             table.add_row(*(rich.text.Text(_cell(value), style=_style(value)) for value in row))
         self._console.print(table)
@@ -232,7 +157,7 @@ class RichScreen(Screen):
         with bars.shown():
             yield bars.update
         for progress in bars.latest.values():
-            self.line(summary(progress))
+            self.line(views.summary(progress))
 
 
 def _style(value: object) -> str:
@@ -244,14 +169,17 @@ class Bars:
 
     def __init__(self, console: rich.console.Console) -> None:
         self.latest: dict[int, models.Progress] = {}
+        self._console = console
+        self._tasks: dict[int, rich.progress.TaskID] = {}
         self._bars = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}", markup=False),
+            _text_column("{task.description}"),
             rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[standing]}", markup=False),
+            _text_column("{task.fields[counts]}"),
+            _text_column("{task.fields[failed]}", style="red"),
+            _text_column("{task.fields[pace]}"),
             console=console,
             expand=True,
         )
-        self._tasks: dict[int, rich.progress.TaskID] = {}
 
     def shown(self) -> contextlib.AbstractContextManager[object]:
         """Return the block inside which the bars are on the screen."""
@@ -259,18 +187,24 @@ class Bars:
 
     def update(self, progress: models.Progress) -> None:
         run_id = progress.run_id
+        words: dict[str, Any] = {
+            "counts": views.counts(progress),
+            "failed": f"{progress.failed} failed" if progress.failed else "",
+            "pace": progress.status if progress.closed else views.pace(progress),
+        }
         self.latest[run_id] = progress
         if run_id not in self._tasks:
-            name = f"run {run_id} {cut(visible(progress.name), 32)}"
-            self._tasks[run_id] = self._bars.add_task(name, total=None, standing="")
-        # Bars know no empty whole.
-        total, done = (1, 1) if progress.total == 0 else (progress.total, progress.done)
-        self._bars.update(
-            self._tasks[run_id],
-            total=1 if progress.closed and total is None else total,
-            completed=done,
-            standing=visible(progress.status if progress.closed else standing(progress)),
-        )
+            name = visible(progress.name)
+            self._console.print(rich.text.Text(f"run {run_id}: {name}"), soft_wrap=True)
+            self._tasks[run_id] = self._bars.add_task(f"run {run_id}", total=None, **words)
+        total, done = progress.total, progress.done
+        if not total and progress.closed:
+            total = done = 1  # bars know no empty whole
+        self._bars.update(self._tasks[run_id], total=total, completed=done, **words)
+
+
+def _text_column(text: str, style: str = "none") -> rich.progress.TextColumn:
+    return rich.progress.TextColumn(text, style=style, markup=False)
 
 
 def screen(stream: TextIO) -> Screen:

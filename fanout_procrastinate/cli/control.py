@@ -1,0 +1,145 @@
+"""Commands that change a run: cancel, pause, resume, retry, update."""
+
+from __future__ import annotations
+
+import argparse
+
+from fanout_procrastinate import errors, models, run
+from fanout_procrastinate.cli import command, display, session, views
+
+
+def _cancel(use: session.Session) -> command.Exit:
+    """Close a run early: nothing more is handed out, items at work end first."""
+    # The wish of whoever cancels a cancelled run has come true.
+    chosen = _open(use, unless=models.RunStatus.CANCELLED)
+    return _told(use, chosen.cancel(abort=use.options.abort, reason=use.options.reason))
+
+
+def _pause(use: session.Session) -> command.Exit:
+    """Hand out nothing more of a run until it is resumed; items at work end."""
+    return _told(use, _open(use).pause())
+
+
+def _resume(use: session.Session) -> command.Exit:
+    """Hand out the items of a paused run again."""
+    return _told(use, _open(use).resume())
+
+
+def _retry(use: session.Session) -> command.Exit:
+    """Make a run's failed items due now, as if never tried; a closed run opens again."""
+    chosen = use.run
+    error_type = use.options.error_type
+    items = chosen.retry_failed(error_type=error_type)
+    if items:
+        note = f"items tried again: {items}"
+    elif error_type is None:
+        note = "no failed items"
+    else:
+        note = f"no failed items of type {error_type}: `errors {chosen.id}` shows the types"
+    return _told(use, chosen.progress(), note, retried=items)
+
+
+def _update(use: session.Session) -> command.Exit:
+    """Change an open run: at least one of the options."""
+    names = ("max_in_flight", "tolerate", "priority")
+    changes = {name: getattr(use.options, name) for name in names if name in use.options}
+    if not changes:
+        raise errors.ConfigurationError(
+            "update what? give --max-in-flight, --tolerate or --priority"
+        )
+    progress = use.run.update(**changes)
+    note = ", ".join(f"{name}: {'none' if new is None else new}" for name, new in changes.items())
+    return _told(use, progress, note)
+
+
+def _open(use: session.Session, unless: models.RunStatus | None = None) -> run.Run:
+    chosen = use.run
+    status = chosen.progress().status
+    if status.closed and status is not unless:
+        raise errors.RunClosed(chosen.id, status)
+    return chosen
+
+
+def _told(
+    use: session.Session, progress: models.Progress, note: str = "", **more: object
+) -> command.Exit:
+    def show(screen: display.Screen) -> None:
+        if note:
+            screen.line(note)
+        screen.line(views.summary(progress))
+
+    use.answer(progress.as_dict() | more, show)
+    return command.Exit.OK
+
+
+def tolerance(text: str) -> int | float | None:
+    """Read a tolerance: ``10``, ``0.05``, ``5%`` or ``none``."""
+    if text.lower() == "none":
+        return None
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a count such as 10, a share such as 0.05 or 5%, or none"
+        ) from None
+
+
+COMMANDS = (
+    command.Command(
+        name="cancel",
+        function=_cancel,
+        example='cancel 1 --reason="wrong folder"',
+        arguments=(
+            command.RUN,
+            command.argument(
+                "--abort", action="store_true", help="tell the items at work to end now"
+            ),
+            command.argument("--reason", metavar="TEXT", help="shown with the run"),
+        ),
+    ),
+    command.Command(name="pause", function=_pause, example="pause 1", arguments=(command.RUN,)),
+    command.Command(name="resume", function=_resume, example="resume 1", arguments=(command.RUN,)),
+    command.Command(
+        name="retry",
+        function=_retry,
+        example="retry 1 --error-type=TimeoutError",
+        arguments=(
+            command.RUN,
+            command.argument(
+                "--error-type", metavar="TYPE", help="only items that failed so, as in `errors`"
+            ),
+        ),
+    ),
+    command.Command(
+        name="update",
+        function=_update,
+        example="update 1 --max-in-flight=20 --tolerate=5%",
+        arguments=(
+            command.RUN,
+            command.argument(
+                "--max-in-flight",
+                metavar="N",
+                type=int,
+                default=argparse.SUPPRESS,
+                help="items at work at the same time, at most",
+            ),
+            command.argument(
+                "--tolerate",
+                metavar="X",
+                type=tolerance,
+                default=argparse.SUPPRESS,
+                help="failed items before the run is stopped: a count (10), a share (0.05, 5%%), "
+                "or none for any number",
+            ),
+            command.argument(
+                "--priority",
+                metavar="P",
+                type=int,
+                default=argparse.SUPPRESS,
+                help="of the jobs dealt from now on, the queued ones included",
+            ),
+        ),
+    ),
+)

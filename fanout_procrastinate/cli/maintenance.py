@@ -1,0 +1,75 @@
+"""Commands that keep the database in order: its schema, and the sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fanout_procrastinate import schema
+from fanout_procrastinate.cli import command, display, session
+
+
+def _schema(use: session.Session) -> command.Exit:
+    """Create, check or print the fan-out tables and functions in the database.
+
+    procrastinate's own must be there first: procrastinate --app=... schema --apply
+    """
+    if use.options.action == "read":
+        sql = schema.read()
+        use.answer({"sql": sql}, lambda screen: screen.block(sql))
+        return command.Exit.OK
+    if use.options.action == "apply":
+        applied = use.reached.apply_schema()
+        use.answer({"applied": applied}, _listing("applied", applied))
+        return command.Exit.OK
+    missing = use.reached.missing_schema()
+    use.answer({"missing": missing}, _listing("missing", missing))
+    return command.Exit.FINDING if missing else command.Exit.OK
+
+
+def _listing(word: str, names: Sequence[str]) -> Callable[[display.Screen], None]:
+    def show(screen: display.Screen) -> None:
+        for name in names:
+            screen.line(f"{word}: {name}")
+        if not names:
+            screen.line("up to date")
+
+    return show
+
+
+def _sweep(use: session.Session) -> command.Exit:
+    """Sweep once, now: repair what crashes have left. Workers do so by themselves.
+
+    The exit code is 1 if a run could not be repaired.
+    """
+    report = use.reached.sweep()
+
+    def show(screen: display.Screen) -> None:
+        for run_id, finding in report.runs.items():
+            screen.line(f"run {run_id}: {finding}")
+        for name, count in report.done.items():
+            screen.line(f"{name}: {count}")
+        for run_id, error in report.errors.items():
+            screen.line(f"run {run_id} could not be repaired: {error}")
+        if not report.changed and not report.errors:
+            screen.line("nothing to repair")
+
+    use.answer(report.as_dict(), show)
+    return command.Exit.FINDING if report.errors else command.Exit.OK
+
+
+COMMANDS = (
+    command.Command(
+        name="schema",
+        function=_schema,
+        example="schema --apply",
+        arguments=(
+            command.one_of(
+                "action",
+                apply="create or upgrade what is missing",
+                check="tell what is missing; the exit code is 1 if anything is",
+                read="print the SQL; needs neither an app nor a server",
+            ),
+        ),
+    ),
+    command.Command(name="sweep", function=_sweep, example="sweep"),
+)

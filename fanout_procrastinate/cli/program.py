@@ -1,0 +1,151 @@
+"""From what the user typed to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from fanout_procrastinate import errors
+from fanout_procrastinate.cli import command, control, display, maintenance, reading, session
+
+_PROGRAM = "fanout"
+COMMANDS = (*maintenance.COMMANDS, *reading.COMMANDS, *control.COMMANDS)
+_APP_VARIABLES = ("FANOUT_APP", "PROCRASTINATE_APP")
+_EXIT_CODES = """\
+exit codes:
+  0    done
+  1    something was found: `schema --check` misses parts, `sweep` could not repair a run
+  2    the command line cannot be understood, or a value cannot work
+  3    there is no such run
+  4    the run is closed
+  5    the fan-out tables are missing: fanout --app=... schema --apply
+  6    the database does not answer, or refused
+  7    the app cannot be loaded
+  8    `watch`: not every run completed without a failed item
+  130  interrupted; 141 if whoever read the output went away
+"""
+# The first that fits.
+_EXITS = (
+    (session.AppNotLoaded, command.Exit.NO_APP),
+    (errors.RunNotFound, command.Exit.UNKNOWN_RUN),
+    (errors.RunClosed, command.Exit.RUN_CLOSED),
+    (errors.SchemaError, command.Exit.NO_SCHEMA),
+    (errors.DatabaseError, command.Exit.DATABASE),
+    (errors.FanoutError, command.Exit.USAGE),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; see ``fanout --help``.
+
+    Args:
+        argv: what follows the program's name; ``None`` = from ``sys.argv``.
+
+    Raises:
+        SystemExit: as `argparse` does, after ``--help`` (0) and on a wrong command line (2).
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that know few letters
+    options = _parsed(sys.argv[1:] if argv is None else argv)
+    _log(options.verbose)
+    try:
+        code = _run(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return command.Exit.INTERRUPTED
+    except BrokenPipeError:
+        # Python would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return command.Exit.BROKEN_PIPE
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    top = parser()
+    if any("\ud800" <= letter <= "\udfff" for word in argv for letter in word):
+        top.error("the command line is no valid text in this terminal's encoding")
+    return top.parse_args(argv)
+
+
+def _run(options: argparse.Namespace) -> int:
+    chosen: command.Command = options.command
+    try:
+        with session.Session(options) as use:
+            return chosen.function(use)
+    except errors.FanoutError as exc:
+        if options.verbose:
+            _say(traceback.format_exc())
+        _say(f"{_PROGRAM}: {exc}")
+        return next(code for kind, code in _EXITS if isinstance(exc, kind))
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        print(display.visible(line), file=sys.stderr)
+
+
+class _Formatter(logging.Formatter):
+    """Log lines may quote what anybody wrote into a database."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(display.visible, super().format(record).splitlines()))
+
+
+def _log(verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, handlers=[handler])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Watch and control the fan-outs of a procrastinate app.",
+        epilog=f"example:\n  {_PROGRAM} --app=papers.app runs\n\n{_EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    version = importlib.metadata.version("fanout_procrastinate")
+    top.add_argument("--version", action="version", version=f"{_PROGRAM} {version}")
+    _add_global(top, app=_app_of_environment(), json=False, verbose=False)
+    commands_of = top.add_subparsers(metavar="COMMAND", required=True)
+    for one in COMMANDS:
+        own = commands_of.add_parser(
+            one.name,
+            help=one.help.splitlines()[0],
+            description=one.help,
+            epilog=f"example:\n  {_PROGRAM} --app=papers.app {one.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for add in one.arguments:
+            add(own)
+        # Not given after the command, they must not undo what was given before it.
+        _add_global(own, **dict.fromkeys(("app", "json", "verbose"), argparse.SUPPRESS))
+        own.set_defaults(command=one)
+    return top
+
+
+def _add_global(to: argparse.ArgumentParser, *, app: object, json: object, verbose: object) -> None:
+    group = to.add_argument_group("for every command")
+    group.add_argument(
+        "--app",
+        metavar="MODULE.ATTRIBUTE",
+        default=app,
+        help=f"the procrastinate app, such as papers.app (or by {' or '.join(_APP_VARIABLES)})",
+    )
+    group.add_argument("--json", action="store_true", default=json, help="print JSON, nothing else")
+    group.add_argument(
+        "--verbose", action="store_true", default=verbose, help="log everything to standard error"
+    )
+
+
+def _app_of_environment() -> str:
+    return next(filter(None, map(os.environ.get, _APP_VARIABLES)), "")

@@ -1,0 +1,166 @@
+"""Commands that read: the runs, one run, its items and errors, and a run as it goes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+
+from fanout_procrastinate import models, run
+from fanout_procrastinate.cli import command, display, session, views
+
+_POLL_SECONDS = 0.5
+_ITEMS_SHOWN = 50
+_RUNS_SHOWN = 20
+_ERRORS_SHOWN = 5
+
+
+def _runs(use: session.Session) -> command.Exit:
+    """List the latest runs, the newest first."""
+    options = use.options
+    found = use.owner.runs(
+        name=options.name, status=options.status, tag=options.tag, limit=options.limit
+    )
+
+    def show(screen: display.Screen) -> None:
+        if found:
+            screen.table(views.RUNS, map(views.run_row, found))
+        else:
+            screen.line("no runs")
+
+    use.answer([progress.as_dict() for progress in found], show)
+    return command.Exit.OK
+
+
+def _show(use: session.Session) -> command.Exit:
+    """Show a run: progress, times, callbacks, and its most frequent errors."""
+    shown = use.run
+    facts, progress, groups = shown.facts, shown.progress(), shown.errors(_ERRORS_SHOWN)
+    data = progress.as_dict() | {
+        "run_key": facts.run_key,
+        "args": dict(facts.args),
+        "tags": list(facts.tags),
+        "child_task": facts.child_task,
+        "child_queue": facts.child_queue,
+        "errors": [group.as_dict() for group in groups],
+    }
+
+    def show(screen: display.Screen) -> None:
+        screen.line(views.summary(progress))
+        screen.fields(views.run_fields(facts, progress))
+        if groups:
+            screen.table(views.ERRORS, map(views.error_row, groups))
+
+    use.answer(data, show)
+    return command.Exit.OK
+
+
+def _items(use: session.Session) -> command.Exit:
+    """List a run's items in order."""
+    items, limit = use.run.items(use.options.status), use.options.limit
+    use.answer(
+        (item.as_dict() for item in itertools.islice(items, limit)),
+        lambda screen: _show_items(screen, items, limit or _ITEMS_SHOWN),
+    )
+    return command.Exit.OK
+
+
+def _show_items(screen: display.Screen, items: Iterable[models.Item], limit: int) -> None:
+    found = list(itertools.islice(items, limit + 1))
+    if not found:
+        screen.line("no items")
+        return
+    screen.table(views.ITEMS, map(views.item_row, found[:limit]))
+    if len(found) > limit:
+        screen.line(f"only the first {limit} are shown: --limit=N shows more")
+
+
+def _errors(use: session.Session) -> command.Exit:
+    """Show a run's failed items by type of error, each with a sample, the most frequent first."""
+    groups = use.run.errors(use.options.limit)
+
+    def show(screen: display.Screen) -> None:
+        if groups:
+            screen.table(views.ERRORS, map(views.error_row, groups))
+        else:
+            screen.line("no failed items")
+
+    use.answer([group.as_dict() for group in groups], show)
+    return command.Exit.OK
+
+
+def _watch(use: session.Session) -> command.Exit:
+    """Follow one or several runs until all are closed.
+
+    The exit code is 0 if all of them completed without a failed item, otherwise 8. With --json
+    nothing is printed before the end, then an array of their progress.
+    """
+    owner = use.owner
+    watched = [owner.get_run(run_id) for run_id in dict.fromkeys(use.options.runs)]
+    with use.live() as update:
+        latest = _until_closed(watched, update)
+    if use.options.json:
+        use.answer([latest[one.id].as_dict() for one in watched], lambda screen: None)
+    clean = all(one.status == "completed" and one.failed == 0 for one in latest.values())
+    return command.Exit.OK if clean else command.Exit.UNCLEAN
+
+
+def _until_closed(watched: Sequence[run.Run], update: display.Update) -> dict[int, models.Progress]:
+    latest: dict[int, models.Progress] = {}
+    still_open = list(watched)
+    while True:
+        for one in still_open:
+            latest[one.id] = one.progress()
+            update(latest[one.id])
+        still_open = [one for one in still_open if not latest[one.id].closed]
+        if not still_open:
+            return latest
+        time.sleep(_POLL_SECONDS)
+
+
+COMMANDS = (
+    command.Command(
+        name="runs",
+        function=_runs,
+        example="runs --status=processing",
+        arguments=(
+            command.argument("--name", help="only runs of this manager (its task name)"),
+            command.argument(
+                "--status", choices=[str(one) for one in models.RunStatus], help="only these"
+            ),
+            command.argument("--tag", help="only runs with this tag"),
+            command.limit(_RUNS_SHOWN, "at most so many (default: %(default)s)"),
+        ),
+    ),
+    command.Command(name="show", function=_show, example="show 1", arguments=(command.RUN,)),
+    command.Command(
+        name="items",
+        function=_items,
+        example="items 1 --status=failed",
+        arguments=(
+            command.RUN,
+            command.argument(
+                "--status", choices=[str(one) for one in models.ItemStatus], help="only these"
+            ),
+            command.limit(
+                None, f"at most so many (default: {_ITEMS_SHOWN}; all of them with --json)"
+            ),
+        ),
+    ),
+    command.Command(
+        name="errors",
+        function=_errors,
+        example="errors 1",
+        arguments=(command.RUN, command.limit(10, "at most so many types (default: %(default)s)")),
+    ),
+    command.Command(
+        name="watch",
+        function=_watch,
+        example="watch 1 2",
+        arguments=(
+            command.argument(
+                "runs", metavar="ID", type=command.run_id, nargs="+", help="the runs' ids"
+            ),
+        ),
+    ),
+)

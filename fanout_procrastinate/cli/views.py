@@ -1,0 +1,189 @@
+"""How runs, items and errors read: in one line, as rows, as named values."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fanout_procrastinate import models
+
+_LONGEST_KEY = 40
+_LONGEST_MESSAGE = 200
+_LONGEST_RESULT = 60
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+Fields = Iterator[tuple[str, object]]
+
+
+# -- words
+
+
+def cut(text: object, length: int) -> str:
+    """Return text of at most so many characters; a mark shows where it was cut."""
+    whole = str(text)
+    return whole if len(whole) <= length else whole[: length - 1] + "…"
+
+
+def compact(value: Any, length: int) -> str:
+    """Return JSON on one line, cut."""
+    return cut(json.dumps(value, ensure_ascii=False), length)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words, as exact as a person needs.
+
+    Example:
+        >>> duration(0.42), duration(42), duration(3723)
+        ('0.4 s', '42 s', '1 h 02 min')
+    """
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02} h"
+
+
+def moment(when: datetime.datetime | None) -> str:
+    """Return a time in the reader's time zone."""
+    return "" if when is None else when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def took(start: datetime.datetime | None, end: datetime.datetime | None) -> str:
+    """Return in words how long something took, once it has ended."""
+    return "" if start is None or end is None else duration((end - start).total_seconds())
+
+
+# -- a run in one line
+
+
+def counts(progress: models.Progress) -> str:
+    """Return how many items of an open run are final, or listed."""
+    if progress.total is None:
+        return f"{progress.pending} listed so far"
+    return f"{progress.done} of {progress.total} ({progress.percent:.0f} %)"
+
+
+def pace(progress: models.Progress) -> str:
+    """Return how fast an open run goes and how long it will take."""
+    parts = ["paused"] if progress.paused else []
+    if progress.rate >= 0.05:
+        parts.append(f"{progress.rate:.1f}/s")
+    if progress.eta is not None:
+        parts.append(f"{duration(progress.eta)} left")
+    return ", ".join(parts)
+
+
+def summary(progress: models.Progress) -> str:
+    """Return a run in one line.
+
+    A closed run reads ``run 1: completed, 22 items, 18 succeeded, 4 failed``.
+    """
+    reason = f": {progress.reason}" if progress.reason else ""
+    return f"run {progress.run_id}: {progress.status}, {_totals(progress)}{reason}"
+
+
+def _totals(progress: models.Progress) -> str:
+    if progress.closed:
+        line = f"{progress.total or 0} items, {progress.succeeded} succeeded"
+        line += f", {progress.failed} failed"
+        return line + (f", {progress.cancelled} cancelled" if progress.cancelled else "")
+    parts = [counts(progress)]
+    numbers = {"failed": progress.failed, "waiting": progress.waiting}
+    parts += [f"{number} {word}" for word, number in numbers.items() if number]
+    return ", ".join(filter(None, [*parts, pace(progress)]))
+
+
+# -- tables
+
+RUNS = ("run>", "name", "status", "done>", "total>", "failed>", "created>", "took>")
+ITEMS = ("item>", "key", "status", "attempts>", "took>", "outcome")
+ERRORS = ("failed>", "error", "item>", "key", "sample")
+
+
+def run_row(progress: models.Progress) -> Sequence[object]:
+    """Return a row of `RUNS`."""
+    return (
+        progress.run_id,
+        progress.name,
+        progress.status,
+        progress.done,
+        "?" if progress.total is None else progress.total,
+        progress.failed,
+        moment(progress.created_at),
+        took(progress.started_at or progress.created_at, progress.closed_at),
+    )
+
+
+def item_row(item: models.Item) -> Sequence[object]:
+    """Return a row of `ITEMS`; an item without a key is shown by its payload."""
+    return (
+        item.position,
+        compact(item.payload, _LONGEST_KEY) if item.key is None else cut(item.key, _LONGEST_KEY),
+        item.status,
+        item.attempts,
+        took(item.started_at, item.finished_at),
+        _outcome(item),
+    )
+
+
+def _outcome(item: models.Item) -> str:
+    if item.error is not None:
+        return cut(f"{item.error.get('type')}: {item.error.get('message')}", _LONGEST_MESSAGE)
+    if item.status is models.ItemStatus.SUCCEEDED:
+        return compact(item.result, _LONGEST_RESULT)
+    return ""
+
+
+def error_row(group: models.ErrorGroup) -> Sequence[object]:
+    """Return a row of `ERRORS`."""
+    return (
+        group.count,
+        group.error_type,
+        group.position,
+        cut(group.key or "", _LONGEST_KEY),
+        cut(group.message, _LONGEST_MESSAGE),
+    )
+
+
+# -- a run at length
+
+
+def run_fields(facts: models.RunFacts, progress: models.Progress) -> Fields:
+    """Return everything about a run as named values; what is not there is empty."""
+    yield "name", facts.name
+    yield "run key", facts.run_key
+    yield "tags", ", ".join(facts.tags)
+    yield "arguments", compact(dict(facts.args), _LONGEST_MESSAGE)
+    yield "child", f"{facts.child_task} in queue {facts.child_queue}"
+    yield from _counts(progress)
+    yield from _times(progress)
+
+
+def _counts(progress: models.Progress) -> Fields:
+    yield (
+        "items",
+        f"{progress.pending} pending ({progress.waiting} waiting), {progress.processing} at work, "
+        f"{progress.succeeded} succeeded, {progress.failed} failed, "
+        f"{progress.cancelled} cancelled",
+    )
+    yield "duplicates", progress.duplicates or None
+    yield "at once", f"{progress.max_in_flight} at most"
+    yield "rate", f"{progress.rate:.1f}/s"
+    yield "callbacks", ", ".join(f"{name} {state}" for name, state in progress.callbacks.items())
+    yield "generation", progress.generation if progress.generation > 1 else None
+
+
+def _times(progress: models.Progress) -> Fields:
+    yield "created", moment(progress.created_at)
+    yield "scheduled", moment(progress.scheduled_at)
+    yield "started", moment(progress.started_at)
+    yield "deadline", moment(progress.deadline)
+    yield "closed", moment(progress.closed_at)
+    yield "took", took(progress.started_at, progress.closed_at)

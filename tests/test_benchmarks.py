@@ -1,0 +1,32 @@
+"""The benchmarks run, count everything, and say what they compared."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.workers import ROOT
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.pg18_only]
+
+
+def test_throughput_compares_both_kinds_side_by_side() -> None:
+    """A small round: the command fails where an item is not counted."""
+    command = ["-m", "tests.benchmarks.throughput", "--items", "200", "--rounds", "1", "--json"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["settings"]["items"] == 200
+    assert figures["settings"]["processes"] == 2
+    assert figures["plain_jobs_per_second"] > 0
+    assert figures["ratio"] == pytest.approx(
+        figures["fanout_items_per_second"] / figures["plain_jobs_per_second"], rel=0.05
+    )

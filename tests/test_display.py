@@ -1,0 +1,367 @@
+"""What people see: words, tables, bars, lines and JSON, from values alone."""
+
+import datetime
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fanout_procrastinate import ErrorGroup, Item, ItemStatus, Progress, RunStatus
+from fanout_procrastinate.cli import display, views
+
+HOSTILE = "\x1b[2J\x07bad\r\n\u202eend\x9b\udc80"
+NOON = datetime.datetime(2026, 7, 1, 12, 0, 0, tzinfo=datetime.UTC)
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def text(self) -> str:
+        """What was drawn, without colours."""
+        return STYLE.sub("", self.getvalue())
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def progress(**values: Any) -> Progress:
+    """A run at work: 12 of 22 items are final, one of them failed."""
+    given: dict[str, Any] = {
+        "run_id": 1,
+        "name": "papers.extract",
+        "status": RunStatus.PROCESSING,
+        "total": 22,
+        "pending": 8,
+        "waiting": 0,
+        "processing": 2,
+        "succeeded": 11,
+        "failed": 1,
+        "cancelled": 0,
+        "duplicates": 0,
+        "paused": False,
+        "generation": 1,
+        "rate": 2.0,
+        "reason": None,
+        "callbacks": {},
+        "max_in_flight": 100,
+        "created_at": NOON,
+        "scheduled_at": None,
+        "deadline": None,
+        "started_at": NOON,
+        "closed_at": None,
+        "last_activity_at": NOON,
+    }
+    return Progress(**given | values)
+
+
+def closed(**values: Any) -> Progress:
+    given: dict[str, Any] = {
+        "status": RunStatus.COMPLETED,
+        "pending": 0,
+        "processing": 0,
+        "succeeded": 18,
+        "failed": 4,
+        "closed_at": NOON + datetime.timedelta(seconds=75),
+    }
+    return progress(**given | values)
+
+
+def item(**values: Any) -> Item:
+    given: dict[str, Any] = {
+        "position": 3,
+        "key": None,
+        "status": ItemStatus.PENDING,
+        "payload": {"id": "a"},
+        "result": None,
+        "error": None,
+        "attempts": 0,
+        "crashes": 0,
+        "sanitised": False,
+        "due": None,
+        "started_at": None,
+        "finished_at": None,
+    }
+    return Item(**given | values)
+
+
+def is_calm(text: str) -> bool:
+    return all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+# -- words
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode, 漢字", "plain, ünïcode, 漢字"),
+        ("two\nlines\tand\r\nmore", "two lines and  more"),
+        ("\x1b[31mred\x1b[0m", "\ufffd[31mred\ufffd[0m"),
+        ("\x00\x07\x7f\x9b", "\ufffd" * 4),
+        ("right\u202eleft\u2066", "right\ufffdleft\ufffd"),
+        ("\ud800", "\ufffd"),
+        (7, "7"),
+    ],
+)
+def test_text_is_made_visible(text: object, shown: str) -> None:
+    assert display.visible(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1, "0.0 s"),
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (3600, "1 h 00 min"),
+        (86399, "23 h 59 min"),
+        (90000, "1 d 01 h"),
+    ],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert views.duration(seconds) == words
+
+
+def test_long_text_is_cut_with_a_mark() -> None:
+    assert views.cut("abcdef", 6) == "abcdef"
+    assert views.cut("abcdefg", 6) == "abcde…"
+    assert views.compact({"a": ["ü", None]}, 40) == '{"a": ["ü", null]}'
+    assert len(views.compact(list(range(100)), 40)) == 40
+
+
+def test_times_that_are_missing_are_empty() -> None:
+    assert views.moment(None) == ""
+    assert views.took(NOON, None) == ""
+    assert views.took(None, NOON) == ""
+    assert re.fullmatch(r"2026-0[67]-\d\d \d\d:\d\d:00", views.moment(NOON))
+
+
+# -- runs and items
+
+
+@pytest.mark.parametrize(
+    ("run", "line"),
+    [
+        (progress(), "run 1: processing, 12 of 22 (55 %), 1 failed, 2.0/s, 5.0 s left"),
+        (
+            progress(waiting=3, failed=0, rate=0.0),
+            "run 1: processing, 11 of 22 (50 %), 3 waiting",
+        ),
+        (progress(paused=True), "run 1: processing, 12 of 22 (55 %), 1 failed, paused, 2.0/s"),
+        (
+            progress(reason="cancelled by an operator", rate=0.0),
+            "run 1: processing, 12 of 22 (55 %), 1 failed: cancelled by an operator",
+        ),
+        (
+            progress(
+                status=RunStatus.PENDING, total=None, pending=500, succeeded=0, failed=0, rate=0.0
+            ),
+            "run 1: pending, 500 listed so far",
+        ),
+        (closed(), "run 1: completed, 22 items, 18 succeeded, 4 failed"),
+        (
+            closed(status=RunStatus.CANCELLED, succeeded=10, cancelled=8, reason="enough"),
+            "run 1: cancelled, 22 items, 10 succeeded, 4 failed, 8 cancelled: enough",
+        ),
+        (
+            closed(status=RunStatus.FAILED, total=None, succeeded=0, failed=0, reason="no"),
+            "run 1: failed, 0 items, 0 succeeded, 0 failed: no",
+        ),
+    ],
+)
+def test_a_run_in_one_line(run: Progress, line: str) -> None:
+    assert views.summary(run) == line
+
+
+def test_an_item_in_a_row() -> None:
+    assert views.item_row(item()) == (3, '{"id": "a"}', "pending", 0, "", "")
+    done = item(
+        key="k" * 50,
+        status=ItemStatus.SUCCEEDED,
+        attempts=1,
+        result={"title": "t" * 100},
+        started_at=NOON,
+        finished_at=NOON + datetime.timedelta(seconds=2),
+    )
+    row = views.item_row(done)
+    assert row[1:5] == ("k" * 39 + "…", "succeeded", 1, "2.0 s")
+    assert len(str(row[5])) == 60
+    failed = item(error={"type": "ValueError", "message": "m" * 500})
+    assert len(str(views.item_row(failed)[5])) == 200
+    assert views.item_row(item(status=ItemStatus.SUCCEEDED))[5] == "null"
+
+
+def test_an_error_in_a_row() -> None:
+    group = ErrorGroup(error_type="ValueError", count=4, message="m" * 500, position=7, key=None)
+    assert views.error_row(group)[:4] == (4, "ValueError", 7, "")
+    assert len(str(views.error_row(group)[4])) == 200
+
+
+# -- plain text
+
+
+def test_a_plain_table_is_aligned_and_ends_no_line_with_blanks() -> None:
+    stream = io.StringIO()
+    display.Screen(stream).table(("n>", "name", "note"), [(1, "a\nb", None), (100, "long", "x")])
+    assert stream.getvalue().splitlines() == [
+        "  N  NAME  NOTE",
+        "  1  a b",
+        "100  long  x",
+    ]
+
+
+def test_named_values_that_are_missing_have_no_line() -> None:
+    stream = io.StringIO()
+    display.Screen(stream).fields([("a", 0), ("none", None), ("empty", ""), ("longer", HOSTILE)])
+    assert stream.getvalue().startswith("  a       0\n  longer  \ufffd[2J")
+    assert len(stream.getvalue().splitlines()) == 2
+    assert is_calm(stream.getvalue())
+    display.Screen(stream).fields([])
+
+
+def test_a_stream_that_is_no_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(display.screen(io.StringIO())) is display.Screen
+    assert type(display.screen(Terminal())) is display.RichScreen
+    monkeypatch.setattr(display, "HAVE_RICH", False)
+    assert type(display.screen(Terminal())) is display.Screen
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[list[str], list[float], display.Lines]]:
+    """What was said, a clock to set, and who says it."""
+    said: list[str] = []
+    now = [100.0]
+    yield said, now, display.Lines(said.append, lambda: now[0])
+
+
+def test_lines_come_at_most_once_a_second(told: Any) -> None:
+    said, now, lines = told
+    lines.update(progress())
+    now[0] += 0.5
+    lines.update(progress(succeeded=12, pending=7))
+    assert len(said) == 1
+    now[0] += 0.5
+    lines.update(progress(succeeded=12, pending=7))
+    assert len(said) == 2, "what was held back comes later"
+
+
+def test_lines_come_on_change_alone(told: Any) -> None:
+    said, now, lines = told
+    for rate in (2.0, 3.0, 4.0):
+        lines.update(progress(rate=rate))
+        now[0] += 10
+    assert len(said) == 1
+    lines.update(progress(paused=True))
+    assert len(said) == 2
+
+
+def test_the_last_line_always_comes_and_comes_once(told: Any) -> None:
+    said, _, lines = told
+    lines.update(progress())
+    lines.update(closed())
+    lines.update(closed())
+    assert said[1:] == ["run 1: completed, 22 items, 18 succeeded, 4 failed"]
+
+
+def test_each_run_has_lines_of_its_own(told: Any) -> None:
+    said, _, lines = told
+    lines.update(progress())
+    lines.update(progress(run_id=2))
+    assert [line[:5] for line in said] == ["run 1", "run 2"]
+
+
+# -- with rich
+
+
+def test_a_table_on_a_terminal(terminal: Terminal) -> None:
+    display.screen(terminal).table(
+        views.RUNS, [views.run_row(closed()), views.run_row(progress(name="[red]:smile:[/red]"))]
+    )
+    drawn = terminal.text()
+    assert "papers.extract" in drawn
+    assert "[red]:smile:[/red]" in drawn, "names are no markup"
+    assert "1 min 15 s" in drawn
+    assert "\x1b[32mcompleted" in terminal.getvalue()
+
+
+def test_long_text_in_a_table_is_folded_not_lost(terminal: Terminal) -> None:
+    display.screen(terminal).table(("key", "sample"), [("k", "x" * 250)])
+    assert terminal.text().count("x") == 250
+
+
+def test_hostile_text_on_a_terminal(terminal: Terminal) -> None:
+    screen = display.screen(terminal)
+    screen.line(HOSTILE)
+    screen.fields([("name", HOSTILE)])
+    screen.table(("a", "b"), [(HOSTILE, HOSTILE)])
+    assert is_calm(terminal.text())
+    with screen.live() as update:
+        update(progress(name=HOSTILE))
+        update(closed(name=HOSTILE, reason=HOSTILE))
+    for harm in ("\x1b[2J", "\x07", "\u202e", "\x9b"):
+        assert harm not in terminal.getvalue()
+
+
+def test_bars_of_several_runs(terminal: Terminal) -> None:
+    screen = display.screen(terminal)
+    with screen.live() as update:
+        update(progress(name="papers.first"))
+        update(
+            progress(
+                run_id=2, status=RunStatus.PENDING, total=None, pending=5, name="papers.second"
+            )
+        )
+        update(progress(run_id=3, total=0, pending=0, processing=0, succeeded=0, failed=0))
+        update(closed())
+        update(closed(run_id=2, status=RunStatus.FAILED, total=None, succeeded=0, failed=0))
+        update(closed(run_id=3, total=0, succeeded=0, failed=0))
+    drawn = terminal.text()
+    assert "run 1: papers.first" in drawn
+    assert "run 2: papers.second" in drawn
+    assert "12 of 22 (55 %)" in drawn or "22 of 22 (100 %)" in drawn
+    assert drawn.splitlines()[-3].endswith("run 1: completed, 22 items, 18 succeeded, 4 failed")
+    assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"
+
+
+def test_an_interrupt_leaves_the_terminal_in_order(terminal: Terminal) -> None:
+    with pytest.raises(KeyboardInterrupt), display.screen(terminal).live() as update:
+        update(progress())
+        raise KeyboardInterrupt
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
+# -- JSON
+
+
+def test_json_is_ascii_without_control_characters() -> None:
+    stream = io.StringIO()
+    data = {"text": HOSTILE + "\x7f", "number": 1.5, "none": None}
+    display.write_json(stream, data)
+    assert json.loads(stream.getvalue()) == data
+    assert stream.getvalue().isascii()
+    assert is_calm(stream.getvalue())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_an_iterator_becomes_an_array_piece_by_piece(count: int) -> None:
+    stream = io.StringIO()
+    data = [{"n": number} for number in range(count)]
+    display.write_json(stream, iter(data))
+    assert json.loads(stream.getvalue()) == data
+    assert stream.getvalue().endswith("]\n")
