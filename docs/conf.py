@@ -25,14 +25,17 @@ default_role = "py:obj"  # of single backticks in docstrings
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autoclass_content = "both"
 
 html_theme = "furo"
 html_title = "fanout_procrastinate"
+html_static_path = ["_static"]
+html_css_files = ["brand.css"]
 
 
 class FanoutHelp(SphinxDirective):
-    """Show what ``fanout COMMAND --help`` prints; without a command, what ``fanout --help`` does."""
+    """Show what ``fanout COMMAND --help`` prints, or ``fanout --help``."""
 
     optional_arguments = 1
 

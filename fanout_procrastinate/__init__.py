@@ -3,6 +3,7 @@
 from fanout_procrastinate.context import ItemContext
 from fanout_procrastinate.declare import Child, Manager, fanout_child, fanout_manager
 from fanout_procrastinate.errors import (
+    ChildProcessDied,
     ConfigurationError,
     DatabaseError,
     FanoutError,
@@ -22,6 +23,8 @@ from fanout_procrastinate.errors import (
 from fanout_procrastinate.fanout import FanOut
 from fanout_procrastinate.models import (
     ErrorGroup,
+    Finding,
+    FindingKind,
     Item,
     ItemStatus,
     Progress,
@@ -35,11 +38,14 @@ from fanout_procrastinate.settings import Settings
 __all__ = [
     "Backoff",
     "Child",
+    "ChildProcessDied",
     "ConfigurationError",
     "DatabaseError",
     "ErrorGroup",
     "FanOut",
     "FanoutError",
+    "Finding",
+    "FindingKind",
     "InvalidItem",
     "InvalidValue",
     "Item",

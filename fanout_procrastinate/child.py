@@ -20,6 +20,7 @@ from fanout_procrastinate import (
     error_records,
     errors,
     execution,
+    isolation,
     keeper,
     models,
     outcomes,
@@ -66,6 +67,7 @@ class Work:
         items: reads payloads.
         results: writes results.
         max_result_bytes: the most that a result may have, as bytes of UTF-8 JSON.
+        address: where a process of its own finds the child; `None` = it runs in this one.
     """
 
     function: Callable[..., Any]
@@ -73,6 +75,18 @@ class Work:
     items: codec.Codec
     results: codec.Codec
     max_result_bytes: int
+    address: isolation.Address | None = None
+
+    def load(self, payload: str) -> Any:
+        """Return a stored item as the function takes it.
+
+        Raises:
+            PermanentError: it no longer fits.
+        """
+        try:
+            return self.items.load(payload)
+        except errors.InvalidValue as exc:
+            raise errors.PermanentError(f"its stored item {exc}") from exc
 
     def outcome_of(
         self, end: execution.Returned | execution.Raised, attempt: int
@@ -115,7 +129,7 @@ class Slot:
     epoch: int = 0
     lost: bool = False
     cancelled: bool = False
-    current: execution.Execution | None = None
+    current: execution.Execution | isolation.Execution | None = None
     item: context.ItemContext | None = None
     slice_ends: float = 0.0
 
@@ -138,7 +152,7 @@ class Slot:
                 self._log_lost()
         finally:
             self.runtime.keeper.remove(self.hold)
-            self.reporter.release_suspect(self.slot)
+            self.reporter.release_suspect(self.epoch)
         if self.cancelled:
             raise asyncio.CancelledError
         if self.current is not None:
@@ -173,11 +187,12 @@ class Slot:
     async def _worked(self, reply: models.Reply) -> dict[str, Any]:
         work, options = self.work, self.work.options
         attempt = (reply.failures or 0) + 1
+        if work.address is not None:
+            return await self._worked_apart(work.address, reply, attempt)
         try:
-            payload = work.items.load(reply.payload or "null")
-        except errors.InvalidValue as exc:
-            return work.failure(errors.PermanentError(f"its stored item {exc}"), attempt)
-        args = [payload]
+            args = [work.load(reply.payload or "null")]
+        except errors.PermanentError as exc:
+            return work.failure(exc, attempt)
         if options.pass_context:
             self.item = self._context(reply, attempt)
             args.insert(0, self.item)
@@ -189,6 +204,30 @@ class Slot:
         end = await self.current.run(*args, timeout=options.timeout)
         self.hold.renew_until = None
         return work.outcome_of(end, attempt)
+
+    async def _worked_apart(
+        self, address: isolation.Address, reply: models.Reply, attempt: int
+    ) -> dict[str, Any]:
+        """Have a process of its own do it, from the payload to the columns."""
+        work, options = self.work, self.work.options
+        item = self.item = self._context(reply, attempt)
+        facts = ("run_id", "position", "key", "run_args")
+        self.current = isolation.Execution(
+            pool=self.runtime.isolation,
+            context=item,
+            request={
+                "address": dataclasses.asdict(address),
+                "payload": reply.payload or "null",
+                "attempt": attempt,
+                "context": {name: getattr(item, name) for name in facts},
+                "max_result_bytes": work.max_result_bytes,
+                "max_attempts": options.max_attempts,
+                "backoff": dataclasses.asdict(options.backoff),
+            },
+        )
+        # Renewed without an end: a process past its limit does not go on.
+        end = await self.current.run(timeout=options.timeout)
+        return work.failure(end.error, attempt) if isinstance(end, execution.Raised) else end
 
     def _context(self, reply: models.Reply, attempt: int) -> context.ItemContext:
         assert self.hold is not None and reply.position is not None  # noqa: S101

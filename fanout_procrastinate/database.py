@@ -9,7 +9,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import psycopg
 import psycopg.rows
@@ -143,3 +144,58 @@ class Database:
                 self._free.append(connection)
                 return
         connection.close()
+
+
+class Reader:
+    """Run calls one by one on a connection of their own, each in a read-only transaction.
+
+    A call reads one snapshot. It locks no row: it waits for nobody, and nobody waits for it.
+
+    Args:
+        connect: opens the connection; its settings are made to fit here.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+
+    def __enter__(self) -> Self:
+        try:
+            self._connection = self._connect()
+        except psycopg.Error as exc:
+            raise mapped(exc) from exc
+        if not self._connection.autocommit:
+            self._connection.rollback()
+        self._connection.autocommit = False
+        self._connection.read_only = True
+        self._connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        self._connection.row_factory = psycopg.rows.dict_row
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+
+    def run(self, call: store.Call[T], seconds: float) -> T:
+        """Run a call that may take so many seconds.
+
+        Raises:
+            TimeoutError: it took longer, or there was no time left.
+            SchemaError: the tables are missing.
+            DatabaseError: anything else that the driver raised.
+        """
+        if seconds <= 0:
+            raise TimeoutError
+        limit = store.limit_time(seconds)
+        try:
+            with self._connection.transaction():
+                self._connection.execute(limit.sql.encode(), limit.params)
+                rows = self._connection.execute(call.sql.encode(), call.params).fetchall()
+        except psycopg.errors.QueryCanceled as exc:
+            raise TimeoutError from exc
+        except psycopg.Error as exc:
+            raise mapped(exc) from exc
+        return call.parse(rows)

@@ -19,6 +19,7 @@ from fanout_procrastinate import (
     codec,
     errors,
     fanout,
+    isolation,
     manager,
     mapping,
     outcomes,
@@ -92,6 +93,9 @@ class Child(Generic[P, R]):
         self.name = _name_of(function, options.name)
         self.queue = options.queue
         self._namespace = namespace
+        self.address = (
+            isolation.Address.of(function, self.name, namespace) if options.isolate else None
+        )
         self.task = _register(app, self._job(), self, options, options.queue)
         _settle(self.task.blueprint)
 
@@ -172,6 +176,7 @@ class Child(Generic[P, R]):
             items=self.item_codec,
             results=self.result_codec,
             max_result_bytes=owner.settings.max_result_bytes,
+            address=self.address,
         )
 
     def _plan(self, options: dict[str, Any]) -> Plan:
@@ -589,6 +594,7 @@ def fanout_child(
     transient: Any = (),
     max_crashes: int = 3,
     isolate: bool = False,
+    memory_limit: int | None = None,
     pass_context: bool = False,
 ) -> Callable[[Callable[P, R]], Child[P, R]]:
     """Declare a function of one item as a child.
@@ -605,7 +611,11 @@ def fanout_child(
         permanent: exceptions after which no other try is made.
         transient: exceptions after which another try is made.
         max_crashes: an item whose worker died so often fails.
-        isolate: run each try in a process of its own.
+        isolate: run each try in a process of its own (POSIX): if it crashes or passes its time
+            limit, the process ends at once, and with it what it has started. It imports the
+            function's module anew, and the app is not open in it.
+        memory_limit: bytes that the process may have in all (Linux: its own memory, elsewhere the
+            address space); beyond, allocations fail. Only with ``isolate``.
         pass_context: the function's first argument is an `ItemContext`.
 
     Raises:
@@ -623,6 +633,7 @@ def fanout_child(
         transient=transient,
         max_crashes=max_crashes,
         isolate=isolate,
+        memory_limit=memory_limit,
         pass_context=pass_context,
     )
     frame = inspect.currentframe()

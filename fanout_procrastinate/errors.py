@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import signal
 from typing import Any
 
 MAX_RETRY_IN_SECONDS = 7 * 86400.0
@@ -167,6 +168,40 @@ class ResultTooLarge(FanoutError, ValueError):
             f"the result is {self.size} bytes of JSON, {self.limit} are allowed; store it "
             "elsewhere and return a reference, or raise FanOut(max_result_bytes=)"
         )
+
+
+class ChildProcessDied(FanoutError):
+    """Report that the process of an isolated child died with an item in hand.
+
+    Attributes:
+        exit_code: of the process; negative: the signal that ended it; ``None``: not known.
+        pid: of the process, where known.
+
+    Example:
+        >>> str(ChildProcessDied(-11, 4711))
+        'the process of the isolated child (pid 4711) was ended by SIGSEGV'
+    """
+
+    def __init__(self, exit_code: int | None = None, pid: int | None = None) -> None:
+        super().__init__(exit_code, pid)
+        self.exit_code = exit_code
+        self.pid = pid
+
+    def __str__(self) -> str:
+        whose = "" if self.pid is None else f" (pid {self.pid})"
+        return f"the process of the isolated child{whose} {self._how()}"
+
+    def _how(self) -> str:
+        if self.exit_code is None:
+            return "could not be started, or was ended together with its siblings"
+        if self.exit_code >= 0:
+            return f"ended by itself with exit code {self.exit_code}"
+        try:
+            name = signal.Signals(-self.exit_code).name
+        except ValueError:
+            name = f"signal {-self.exit_code}"
+        hint = ", perhaps by the system for want of memory" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
 
 
 class StaleManager(FanoutError):

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import asgiref.sync
@@ -49,7 +49,7 @@ class Execution:
     threads: concurrent.futures.ThreadPoolExecutor | None = None
     _task: asyncio.Task[Returned | Raised] | None = None
     _thread_done: asyncio.Event | None = None
-    _given_up: bool = False
+    _told: asyncio.Future[None] | None = None
 
     async def run(self, *args: Any, timeout: float | None, **kwargs: Any) -> Returned | Raised:
         """Call the function and wait for its end, `timeout` seconds at most.
@@ -66,12 +66,14 @@ class Execution:
         else:
             code = self._in_thread(args, kwargs)
         self._task = asyncio.create_task(code, name="fanout-item")
+        self._told = asyncio.get_running_loop().create_future()
+        ends: set[asyncio.Future[Any]] = {self._task, self._told}
         try:
-            await asyncio.wait({self._task}, timeout=timeout)
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self._cancel()
             raise
-        if self._given_up:
+        if self._told.done():
             await self._cancel()
             raise Stopped
         if self._task.done():
@@ -81,9 +83,11 @@ class Execution:
 
     def give_up(self) -> None:
         """Cancel the function; from the event loop only."""
-        if self._task is not None and not self._task.done():
-            self._given_up = True
-            self._task.cancel()
+        if self._task is None or self._told is None or self._task.done():
+            return
+        self._task.cancel()
+        if not self._told.done():
+            self._told.set_result(None)
 
     def thread_stuck(self) -> bool:
         """Return whether a thread of this call still runs."""
@@ -121,6 +125,8 @@ class Execution:
         except BaseException as exc:  # noqa: BLE001 - e.g. the pool was shut down
             done.set()
             return Raised(exc)
+        if isinstance(result, Returned) and inspect.isawaitable(result.value):
+            return await _awaited(result.value)  # async after all: an object, a wrapper
         return result
 
 
@@ -141,6 +147,13 @@ async def _guarded_async(
 ) -> Returned | Raised:
     try:
         return Returned(await function(*args, **kwargs))
+    except BaseException as exc:  # noqa: BLE001 - SystemExit of user code must not end the worker
+        return Raised(exc)
+
+
+async def _awaited(value: Awaitable[Any]) -> Returned | Raised:
+    try:
+        return Returned(await value)
     except BaseException as exc:  # noqa: BLE001 - SystemExit of user code must not end the worker
         return Raised(exc)
 

@@ -14,6 +14,7 @@ import procrastinate
 from procrastinate import periodic
 
 from fanout_procrastinate import (
+    auditor,
     child,
     codec,
     database,
@@ -35,6 +36,7 @@ SWEEP_TASK = "fanout_procrastinate.sweep"
 
 _ATTRIBUTE = "_fanout_procrastinate"
 _TOP_PRIORITY = 2**31 - 1
+_DAY = 86400
 
 
 class FanOut:
@@ -230,6 +232,37 @@ class FanOut:
     async def sweep_async(self) -> models.SweepReport:
         """Sweep once, now; otherwise like `sweep`."""
         return await asyncio.to_thread(self.sweep)
+
+    def audit(self, run_id: int | None = None, *, timeout: float = 30.0) -> list[models.Finding]:
+        """Check the invariants on the live database: counters, slots, jobs, closes, callbacks.
+
+        It reads only, and keeps nobody waiting. On a healthy system it finds nothing, however busy
+        that is.
+
+        Args:
+            run_id: only this run.
+            timeout: seconds that it may take. Open runs and those closed last come first; what
+                there was no time for is a finding of kind ``unchecked``.
+
+        Raises:
+            RunNotFound: the run is not kept.
+            ConfigurationError: the timeout is not a number of seconds, up to a day.
+            SchemaError: the tables are missing.
+            DatabaseError: the database did not answer.
+        """
+        if not 0 < timeout <= _DAY:
+            raise errors.ConfigurationError(
+                f"timeout={timeout!r}: give seconds, a number above 0 and up to {_DAY}"
+            )
+        with database.Reader(self.connect) as reader:
+            mine = auditor.Auditor(read=reader.run, lease=self.settings.lease)
+            return mine.audit_once(run_id, timeout)
+
+    async def audit_async(
+        self, run_id: int | None = None, *, timeout: float = 30.0
+    ) -> list[models.Finding]:
+        """Check the invariants on the live database; otherwise like `audit`."""
+        return await asyncio.to_thread(self.audit, run_id, timeout=timeout)
 
     def close(self) -> None:
         """Close the connection that listens for events; it opens again when needed."""

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import procrastinate
@@ -30,6 +30,7 @@ from fanout_procrastinate import (
 logger = logging.getLogger(__name__)
 
 _REASON_CHARS = 2000
+_STAGED = object()
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -97,14 +98,25 @@ class Listing:
 
     async def _stage(self) -> None:
         if _is_async(self.function):
-            async for chunk in self._async_chunks():
-                await self._append(chunk)
+            await self._stage_async(self.function(**self.claim.args))
         else:
-            await self._stage_in_thread()
+            listed = await self._stage_in_thread()
+            if listed is not _STAGED:
+                await self._stage_async(listed)
         self._ending = True
         sealed = await self.runtime.database.run_async(store.seal(self.run_id, self.claim.fence))
         if sealed is None:
             raise errors.StaleManager(self.run_id)
+
+    async def _stage_async(self, listed: Any) -> None:
+        if inspect.isawaitable(listed):
+            listed = await listed
+        async with contextlib.aclosing(_items_async(listed)) as items:
+            async for value in items:
+                if chunk := self.packer.add(value):
+                    await self._append(chunk)
+        if chunk := self.packer.rest():
+            await self._append(chunk)
 
     async def _append(self, chunk: staging.Chunk) -> None:
         self._check(await self.runtime.database.run_async(self._append_call(chunk)))
@@ -116,53 +128,32 @@ class Listing:
         if staged is None:
             raise errors.StaleManager(self.run_id)
 
-    async def _async_chunks(self) -> AsyncIterator[staging.Chunk]:
-        listed = self.function(**self.claim.args)
-        if inspect.isawaitable(listed):
-            listed = await listed
-        async for value in _items_async(listed):
-            if chunk := self.packer.add(value):
-                yield chunk
-        if chunk := self.packer.rest():
-            yield chunk
+    async def _stage_in_thread(self) -> Any:
+        """Stage what a sync function lists; returns what it gave that is no iterable."""
+        stopped = False
 
-    async def _stage_in_thread(self) -> None:
+        def stage() -> Any:
+            listed = self.function(**self.claim.args)
+            if not hasattr(listed, "__iter__"):
+                return listed
+            for chunk in self.packer.chunks(_items(listed)):
+                if stopped:
+                    break
+                self._check(self.runtime.database.run(self._append_call(chunk)))
+            return _STAGED
+
         # One thread from the first item to the last: generators over a database cursor and the
-        # like belong to the thread that made them.
-        with concurrent.futures.ThreadPoolExecutor(1, "fanout-manager") as thread:
-            stopped = False
-
-            def stage() -> Any:
-                listed = self.function(**self.claim.args)
-                if not hasattr(listed, "__iter__"):
-                    return listed
-                for chunk in self.packer.chunks(_items(listed)):
-                    if stopped:
-                        return None
-                    self._check(self.runtime.database.run(self._append_call(chunk)))
-                return None
-
-            call = execution.Execution(stage, thread)
-            try:
-                end = await call.run(timeout=None)
-            except BaseException:
-                stopped = True
-                thread.shutdown(wait=False)
-                raise
+        # like belong to the thread that made them. A thread that goes on past its limit stages
+        # nothing more, and nobody waits for it.
+        thread = concurrent.futures.ThreadPoolExecutor(1, "fanout-manager")
+        try:
+            end = await execution.Execution(stage, thread).run(timeout=None)
+        finally:
+            stopped = True
+            thread.shutdown(wait=False)
         if isinstance(end, execution.Raised):
             raise end.error
-        if end.value is not None:
-            await self._stage_awaited(end.value)
-
-    async def _stage_awaited(self, listed: Any) -> None:
-        """Stage what a sync function gave that is async after all, such as a partial's result."""
-        if inspect.isawaitable(listed):
-            listed = await listed
-        async for value in _items_async(listed):
-            if chunk := self.packer.add(value):
-                await self._append(chunk)
-        if chunk := self.packer.rest():
-            await self._append(chunk)
+        return end.value
 
     async def _classed(self, exc: BaseException) -> None:
         verdict = outcomes.classify(exc)
@@ -224,10 +215,11 @@ def _items(listed: Any) -> Iterator[Any]:
     return iter(listed)
 
 
-async def _items_async(listed: Any) -> AsyncIterator[Any]:
+async def _items_async(listed: Any) -> AsyncGenerator[Any, None]:
     if hasattr(listed, "__aiter__"):
-        async for value in listed:
-            yield value
+        async with staging.closed_at_the_end(aiter(listed)) as items:
+            async for value in items:
+                yield value
     elif hasattr(listed, "__iter__"):
         for value in _items(listed):
             yield value

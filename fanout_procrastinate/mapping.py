@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -97,7 +96,7 @@ class Mapping:
         """Stage everything and seal."""
         run = self.owner.host.run_async
         if isinstance(items, AsyncIterable):
-            async with _closed_at_the_end(aiter(items)) as source:
+            async with staging.closed_at_the_end(aiter(items)) as source:
                 async for value in source:
                     if chunk := self.packer.add(value):
                         self._checked(await run(self._append(chunk)))
@@ -115,14 +114,3 @@ class Mapping:
     def _checked(self, answer: Any) -> None:
         if answer is None:
             raise errors.StaleManager(self.run_id)
-
-
-@contextlib.asynccontextmanager
-async def _closed_at_the_end(iterator: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
-    """Close a generator at once where the listing breaks off, not when it is collected."""
-    try:
-        yield iterator
-    finally:
-        close = getattr(iterator, "aclose", None)
-        if close is not None:
-            await close()

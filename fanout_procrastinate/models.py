@@ -225,6 +225,88 @@ class SweepReport:
         }
 
 
+class FindingKind(enum.StrEnum):
+    """Name what an audit can find."""
+
+    COUNTERS = "counters"
+    """A ledger's counters are impossible, or differ from the states of its items."""
+    ITEMS = "items"
+    """Items are missing, or there are too many."""
+    TOTAL = "total"
+    """A run's total is not what was staged."""
+    SIZES = "sizes"
+    """A ledger's size is not its share of the total."""
+    LEDGERS = "ledgers"
+    """Ledgers are missing, or there are too many."""
+    OPEN_LEDGERS = "open_ledgers"
+    """A complete ledger counts as open, or an incomplete one does not."""
+    CURSOR = "cursor"
+    """A ledger's cursor stands before items that were handed out."""
+    UNREACHABLE = "unreachable"
+    """An unfinished item is neither ahead of the cursor nor due: nobody will take it."""
+    UNHELD = "unheld"
+    """An item is at work, but no slot holds it."""
+    HELD = "held"
+    """A slot holds an item that is not at work under its claim, or that another slot holds."""
+    STATE = "state"
+    """An item's status contradicts its claim, its end or its error."""
+    UNTIDY = "untidy"
+    """Item rows that a stop left behind will not be rewritten or removed."""
+    SILENT_SLOT = "silent_slot"
+    """An active slot has not been renewed for three leases, and no sweep has come."""
+    MISSING_SLOTS = "missing_slots"
+    """A run has items to hand out, but too few slots that will take them."""
+    OVER_LIMIT = "over_limit"
+    """More slots are active than may be."""
+    LEFTOVER_SLOT = "leftover_slot"
+    """A run that is closed, or not sealed yet, has slots."""
+    LOST_JOB = "lost_job"
+    """The job of a queued slot is gone, final, or was fetched by a worker that died."""
+    STRAY_JOB = "stray_job"
+    """A waiting job owns no slot, but holds a slot's queueing lock."""
+    MANAGER_LOST = "manager_lost"
+    """A run is not sealed, and nobody lists its items or ever will."""
+    STOP_PENDING = "stop_pending"
+    """A run is to close early, but nobody has stopped it."""
+    MISSED_CLOSE = "missed_close"
+    """Every item of a run is final, but the run is open."""
+    CLOSED_UNFINISHED = "closed_unfinished"
+    """A run is closed, but not all of its items are final."""
+    CLOSE_UNRECORDED = "close_unrecorded"
+    """A generation closed without a record of it, or has a record of another close."""
+    CALLBACK_MISSING = "callback_missing"
+    """A close does not owe a callback that it should, or owes one that it should not."""
+    CALLBACK_LOST = "callback_lost"
+    """A callback is owed or running, but nobody will run or finish it."""
+    ORPHANS = "orphans"
+    """There are rows of a run that is not there."""
+    UNCHECKED = "unchecked"
+    """The time was not enough to look at everything; says nothing about damage."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Show one contradiction that an audit found.
+
+    Args:
+        run_id: the run; ``None`` for what concerns several (``unchecked``).
+        kind: what kind of contradiction.
+        subject: the ledger, slot, items, job or callback that it is about.
+        detail: a sentence with the figures.
+        repairable: whether the next sweeps repair it. Otherwise somebody has to look at it.
+    """
+
+    run_id: int | None
+    kind: FindingKind
+    subject: str
+    detail: str
+    repairable: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return dataclasses.asdict(self) | {"kind": str(self.kind)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Hold what never changes about a run."""

@@ -33,7 +33,10 @@ _REFUSED = json.dumps(
 
 
 class Suspicion:
-    """Who in this process works on a suspect: an item whose worker died before. One at a time."""
+    """Who in this process works on a suspect: an item whose worker died before. One at a time.
+
+    A holder is a slot's epoch: a slot's number may be dealt again before its job has ended.
+    """
 
     def __init__(self) -> None:
         self._holder: object | None = None
@@ -55,7 +58,7 @@ class Suspicion:
 
     def release(self, holder: object) -> None:
         """Give back the place if this one has it."""
-        if self._holder is holder:
+        if self._holder == holder:
             self._holder = None
             self._free()
 
@@ -155,10 +158,12 @@ class Reporter:
             if isinstance(exc, Exception):
                 return
             raise
-        by_slot = {reply.slot: reply for reply in replies}
+        # By epoch: a slot may be here twice, once for the holder it was taken from.
+        answers = {(reply.slot, reply.epoch): reply for reply in replies}
         for sending in batch:
             if not sending.reply.done():
-                sending.reply.set_result(by_slot[sending.entry.slot])
+                entry = sending.entry
+                sending.reply.set_result(answers[entry.slot, entry.epoch])
 
     async def _isolate(
         self, ledger: int, batch: Sequence[_Sending], exc: errors.DatabaseError
@@ -190,7 +195,7 @@ class Reporter:
 
     async def _replies(self, ledger: int, entries: Sequence[models.Entry]) -> list[models.Reply]:
         for entry in entries:
-            self._suspicion.release((self.run_id, entry.slot))
+            self._suspicion.release(entry.epoch)
         reservation = object()
         suspect = self._suspicion.reserve(reservation)
         replies: list[models.Reply] = []
@@ -210,12 +215,12 @@ class Reporter:
         return replies
 
     def _settle(self, reservation: object, replies: Sequence[models.Reply]) -> None:
-        holder = next(((self.run_id, reply.slot) for reply in replies if reply.crashes), None)
+        holder = next((reply.epoch for reply in replies if reply.crashes), None)
         self._suspicion.settle(reservation, holder)
 
-    def release_suspect(self, slot: int) -> None:
+    def release_suspect(self, epoch: int) -> None:
         """Give back the place for suspects, if this slot has it."""
-        self._suspicion.release((self.run_id, slot))
+        self._suspicion.release(epoch)
 
     def _note(self, reply: models.Reply) -> None:
         if reply.verdict in ("item", "move"):

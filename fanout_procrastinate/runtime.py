@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from fanout_procrastinate import database, keeper, reporter, settings, sweeper
+from fanout_procrastinate import database, isolation, keeper, reporter, settings, sweeper
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _LINGER_LEASES = 2.0
 
 
 class Runtime:
-    """Hold the connections, the keeper, the threads and the reporters of one event loop.
+    """Hold the connections, the keeper, the reporters, the threads and the child processes.
 
     Args:
         connect: opens a connection of the library's own.
@@ -40,6 +40,7 @@ class Runtime:
     ) -> None:
         self.settings = configured
         self.suspicion = reporter.Suspicion()
+        self.isolation = isolation.Pool()
         self.database = database.Database(connect)
         self._keeper_database = database.Database(connect, size=1)
         self.sweeper = sweeper.Sweeper(
@@ -128,6 +129,7 @@ class Runtime:
             self._close()
 
     def _close(self) -> None:
+        self.isolation.close()
         self.keeper.stop()
         self.database.close()
         self._keeper_database.close()

@@ -16,7 +16,7 @@ from fanout_procrastinate import errors
 
 logger = logging.getLogger(__name__)
 
-_FUNCTION_FILES = ("dispatch", "manager", "control", "sweep")
+_FUNCTION_FILES = ("dispatch", "manager", "control", "sweep", "audit")
 _RECORDS = """
 CREATE TABLE IF NOT EXISTS fanout_schema (
     name text PRIMARY KEY,

@@ -16,6 +16,8 @@ MAX_QUEUE_NAME_BYTES = 40
 """PostgreSQL's 63 bytes for a channel name less the host's prefix ``procrastinate_queue_v1#``."""
 MAX_TASK_NAME_CHARS = 128
 """The width of the host's column ``task_name``."""
+MIN_MEMORY_LIMIT = 64 * 2**20
+"""Bytes: below it the library itself would hardly run."""
 
 _MAX_INT = 2**31 - 1
 _MAX_SECONDS = 1e9  # about 31 years: no date or interval overflows
@@ -100,6 +102,7 @@ class ChildOptions:
     transient: outcomes.ExceptionTypes = ()
     max_crashes: int = 3
     isolate: bool = False
+    memory_limit: int | None = None
     pass_context: bool = False
 
     def __post_init__(self) -> None:
@@ -119,6 +122,7 @@ class ChildOptions:
             )
         _check_int("max_crashes", self.max_crashes, 1)
         _check_bool("isolate", self.isolate)
+        _check_memory_limit(self)
         _check_bool("pass_context", self.pass_context)
 
 
@@ -255,6 +259,17 @@ def _check_timeout(value: Any) -> None:
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise errors.ConfigurationError(f"{name}={value!r}: give True or False")
+
+
+def _check_memory_limit(options: ChildOptions) -> None:
+    if options.memory_limit is None:
+        return
+    if not options.isolate:
+        raise errors.ConfigurationError(
+            f"memory_limit={options.memory_limit!r} needs isolate=True: a limit holds for a process"
+        )
+    remedy = "an interpreter needs about half of the least that is allowed"
+    _check_int("memory_limit", options.memory_limit, MIN_MEMORY_LIMIT, 2**62, remedy)
 
 
 def _check_backoff(value: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from fanout_procrastinate import codec, errors, sanitise
@@ -81,10 +83,14 @@ class Packer:
         return chunk if chunk.keys else None
 
     def chunks(self, values: Iterator[Any]) -> Iterator[Chunk]:
-        """Pack a whole iterator."""
-        for value in values:
-            if chunk := self.add(value):
-                yield chunk
+        """Pack a whole iterator; a generator is closed at once where the listing breaks off."""
+        try:
+            for value in values:
+                if chunk := self.add(value):
+                    yield chunk
+        finally:
+            if inspect.isgenerator(values):
+                values.close()
         if chunk := self.rest():
             yield chunk
 
@@ -113,3 +119,13 @@ class Packer:
                 key=key,
             )
         return key
+
+
+@contextlib.asynccontextmanager
+async def closed_at_the_end(iterator: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
+    """Close a generator at once where the listing breaks off, not when it is collected."""
+    try:
+        yield iterator
+    finally:
+        if inspect.isasyncgen(iterator):
+            await iterator.aclose()

@@ -212,6 +212,43 @@ def prune_jobs(tasks: Sequence[str], age: float, limit: int) -> Call[int]:
     return Call("prune_jobs", params, _first("rows"))
 
 
+# -- the audit
+
+
+def audit_runs(run_id: int | None) -> Call[list[int]]:
+    return Call("audit_runs", {"run_id": run_id}, lambda rows: [row["id"] for row in rows])
+
+
+def audit_state(runs: Sequence[int], lease: float) -> Call[list[models.Finding]]:
+    return Call("audit_state", {"runs": list(runs), "lease": lease}, _findings)
+
+
+def audit_items(run_id: int, seconds: float) -> Call[list[models.Finding]]:
+    return Call("audit_items", {"run_id": run_id, "seconds": seconds}, _findings)
+
+
+def audit_orphans() -> Call[list[models.Finding]]:
+    return Call("audit_orphans", {}, _findings)
+
+
+def limit_time(seconds: float) -> Call[None]:
+    """Limit each further statement of this transaction."""
+    return Call("limit_time", {"milliseconds": max(1, int(seconds * 1000))}, lambda rows: None)
+
+
+def _findings(rows: Rows) -> list[models.Finding]:
+    return [
+        models.Finding(
+            run_id=row["run_id"],
+            kind=models.FindingKind(row["kind"]),
+            subject=row["subject"],
+            detail=row["detail"],
+            repairable=row["repairable"],
+        )
+        for row in rows
+    ]
+
+
 # -- control
 
 

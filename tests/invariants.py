@@ -186,7 +186,7 @@ _JOBS: Mapping[str, str] = {
     WHERE NOT s.active AND (j.id IS NULL OR j.status NOT IN ('todo', 'doing')
         OR j.queueing_lock <> 'fanout_child:' || s.run_id || ':' || s.slot
         OR j.args <> jsonb_build_object('run_id', s.run_id, 'slot', s.slot)
-        OR j.scheduled_at IS DISTINCT FROM s.scheduled_at)
+        OR j.scheduled_at > greatest(s.scheduled_at, clock_timestamp()))
     """,
     "4: a callback that is owed has a job": """
     SELECT b.*, j.status FROM fanout_callbacks b LEFT JOIN procrastinate_jobs j ON j.id = b.job_id

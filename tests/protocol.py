@@ -1,6 +1,7 @@
 """The protocol's functions as Python methods, and a clock that tests set as they like."""
 
 import dataclasses
+import datetime
 import json
 import secrets
 import uuid
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psycopg
-from psycopg.rows import dict_row
+from psycopg.rows import dict_row, tuple_row
 
 Row = dict[str, Any]
 
@@ -400,11 +401,31 @@ class Protocol:
         )
 
 
+class Clocked(Protocol):
+    """The protocol on a clock that stands until `advance`."""
+
+    def __init__(self, conn: psycopg.Connection[Any]) -> None:
+        super().__init__(conn)
+        self.conn.execute(CLOCK)
+        self.now = datetime.datetime(2031, 1, 1, tzinfo=datetime.UTC)
+        self.advance(0.0)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass for all that PostgreSQL does on this connection."""
+        self.now += datetime.timedelta(seconds=seconds)
+        self.execute("SELECT set_config('fanout_test.now', %s, false)", self.now.isoformat())
+
+
 def small_ledgers(conn: psycopg.Connection[Any], items: int = 3) -> None:
     """Give each run one ledger for so many items, so that small runs have several."""
-    definition = conn.execute(
-        "SELECT pg_get_functiondef('fanout_seal_v1'::regproc) AS text"
-    ).fetchone()
-    text = definition["text"] if isinstance(definition, dict) else definition[0]
-    assert text.count("r.staged / 1000") == 1
-    conn.execute(text.replace("r.staged / 1000", f"r.staged / {items}"))
+    replace(conn, "fanout_seal_v1", "r.staged / 1000", f"r.staged / {items}")
+
+
+def replace(conn: psycopg.Connection[Any], function: str, old: str, new: str) -> None:
+    """Change the text of a function in this test's database."""
+    with conn.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute("SELECT pg_get_functiondef(%s::regproc)", [function]).fetchone()
+        assert row is not None
+        (text,) = row
+        assert text.count(old) >= 1, f"{function} has changed"
+        cursor.execute(text.replace(old, new))

@@ -3,14 +3,26 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import procrastinate
 import psycopg
+import pytest
 from psycopg.rows import dict_row
 
-from fanout_procrastinate import Backoff, FanOut, Progress, Run, database, errors, host, store
+from fanout_procrastinate import (
+    Backoff,
+    FanOut,
+    Progress,
+    Run,
+    database,
+    errors,
+    models,
+    store,
+)
 from fanout_procrastinate.fanout import SWEEP_TASK
 
 QUICK = Backoff(initial=0.01, maximum=0.01, jitter=0)
@@ -136,65 +148,96 @@ def direct(dsn: str, size: int = 4) -> Iterator[database.Database]:
         own.close()
 
 
-class Recorder:
-    """A `database.Database` that counts its calls, and fails some of them where told to.
+def started(own: database.Database, **columns: Any) -> int:
+    """Start a run without a manager job: the test stages, as `map` does."""
+    spec = {
+        "name": "child",
+        "child_task": "child",
+        "child_queue": "papers",
+        "manager_queue": "papers",
+        "max_in_flight": 10,
+    }
+    return own.run(store.start(spec | columns)).run_id
 
-    The failing verb never was an answer: `before` the statement reaches the server, or after it
-    was executed there (the reply is lost).
+
+def sealed(own: database.Database, *payloads: str, **columns: Any) -> int:
+    """Start, stage and seal a run."""
+    run_id = started(own, **columns)
+    own.run(store.append(run_id, 1, [f"k{n}" for n in range(len(payloads))], payloads))
+    assert own.run(store.seal(run_id, 1)) is not None
+    return run_id
+
+
+def begun(own: database.Database, run_id: int, conn: psycopg.Connection[Any]) -> models.Reply:
+    """Fetch and begin a queued slot of the run, as a worker and its job would."""
+    (slot, *_) = conn.execute(
+        "SELECT slot, job_id FROM fanout_slots WHERE run_id = %s AND NOT active ORDER BY slot",
+        [run_id],
+    ).fetchall()
+    conn.execute("UPDATE procrastinate_jobs SET status = 'doing' WHERE id = %s", [slot["job_id"]])
+    return own.run(
+        store.begin(
+            run_id, slot["slot"], slot["job_id"], token=str(uuid.uuid4()), ledger=None, suspect=True
+        )
+    )
+
+
+def entry(reply: models.Reply, outcome: str | None = "succeeded", **columns: Any) -> models.Entry:
+    """Return an outcome of the item in hand."""
+    assert reply.epoch is not None
+    return models.Entry(
+        slot=reply.slot,
+        epoch=reply.epoch,
+        position=reply.position,
+        claim=reply.claim,
+        outcome=outcome,
+        **{"wish": "next", "result": "1"} | columns,
+    )
+
+
+class Recorder:
+    """Sees every call on the library's own connections; fails or holds some where told to.
+
+    It is the real store, with one verb that fails so many times.
     """
 
-    def __init__(self, within: database.Database) -> None:
-        self._within = within
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[store.Call[Any]] = []
         self._failures: dict[tuple[str, bool], int] = {}
+        self._held: dict[str, threading.Event] = {}
+        original = database.Database.run
+
+        def run(own: database.Database, call: store.Call[Any]) -> Any:
+            self.calls.append(call)
+            if call.name in self._held:
+                assert self._held[call.name].wait(20)
+            self._perhaps_fail(call.name, before=True)
+            result = original(own, call)
+            self._perhaps_fail(call.name, before=False)
+            return result
+
+        monkeypatch.setattr(database.Database, "run", run)
 
     def fail(self, name: str, times: int, *, before: bool) -> None:
-        """Fail the next calls of this name."""
+        """Fail the next calls of this name before they are executed, or lose their replies."""
         self._failures[name, before] = times
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Hold calls of this name until the block ends."""
+        gate = self._held[name] = threading.Event()
+        try:
+            yield
+        finally:
+            del self._held[name]
+            gate.set()
 
     def of(self, name: str) -> list[store.Call[Any]]:
         """Return the calls of this name."""
         return [call for call in self.calls if call.name == name]
-
-    def run(self, call: store.Call[Any]) -> Any:
-        self.calls.append(call)
-        self._perhaps_fail(call.name, before=True)
-        result = self._within.run(call)
-        self._perhaps_fail(call.name, before=False)
-        return result
-
-    async def run_async(self, call: store.Call[Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, self.run, call)
 
     def _perhaps_fail(self, name: str, *, before: bool) -> None:
         left = self._failures.get((name, before), 0)
         if left:
             self._failures[name, before] = left - 1
             raise errors.DatabaseError("the connection was lost", transient=True)
-
-
-def watch(
-    owner: Any, name: str, monkey: Any, seen: Callable[[Any], None] | None = None
-) -> list[Any]:
-    """Record the first argument of each call of a method that goes on to do its work."""
-    found: list[Any] = []
-    original = getattr(owner, name)
-
-    def recorded(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(first)
-        if seen is not None:
-            seen(first)
-        return original(self, first, *args, **kwargs)
-
-    monkey.setattr(owner, name, recorded)
-    return found
-
-
-def connect_as(app: procrastinate.App) -> psycopg.Connection[Any]:
-    """Open a connection as the library itself would."""
-    return host.connect_as(app)()
-
-
-def names(found: Sequence[Any]) -> list[str]:
-    """Return the names of calls."""
-    return [call.name for call in found]

@@ -38,6 +38,7 @@ COMMANDS = [
     ["errors", "1"],
     ["watch", "1"],
     ["sweep"],
+    ["audit", "1"],
     ["cancel", "2", "--reason", f"for {cli_app.HOSTILE}"],
     ["pause", "2"],
     ["resume", "2"],

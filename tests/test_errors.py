@@ -36,6 +36,7 @@ EXAMPLES = [
     errors.InvalidItem("does not fit", position=3, key="p-17"),
     errors.ItemTooLarge(70_000, 65_536, position=3, key="p-17"),
     errors.ResultTooLarge(2_000_000, 1_048_576),
+    errors.ChildProcessDied(-11, 4711),
     errors.StaleManager(12),
     errors.DatabaseError("the server went away", sqlstate="57P01", transient=True),
     errors.PermanentError("corrupt", 3),

@@ -22,7 +22,7 @@ from fanout_procrastinate import (
     errors,
     fanout_child,
 )
-from tests.support import counts, finished, jobs, opened, serving, work_off
+from tests.support import counts, finished, jobs, opened, serving
 from tests.waiting import wait_until, wait_until_async
 
 Conn = psycopg.Connection[dict[str, Any]]
@@ -81,17 +81,16 @@ async def test_lists(
         assert progress.name == "child" and progress.status == "completed"
 
 
-@pytest.mark.parametrize("n", [0, 1, 9, 10, 11, 35])
 @pytest.mark.parametrize("source", [papers, papers_async])
-async def test_generators(
-    app: procrastinate.App, child: Child[Any, Any], source: Any, n: int
-) -> None:
-    async with opened(app):
-        run = await child.map_async(source(n), item_key=lambda paper: paper.id)
-        assert [item.key async for item in run.items()] == [str(number) for number in range(n)]
-        (progress,) = await work_off(app, run)
-        assert progress.succeeded == progress.total == n
-        assert [result async for result in run.results()] == [str(number) for number in range(n)]
+async def test_generators(app: procrastinate.App, child: Child[Any, Any], source: Any) -> None:
+    async with serving(app):
+        for n in (0, 1, 9, 10, 11, 35):
+            run = await child.map_async(source(n), item_key=lambda paper: paper.id)
+            expected = [str(number) for number in range(n)]
+            assert [item.key async for item in run.items()] == expected
+            progress = await finished(run)
+            assert progress.succeeded == progress.total == n
+            assert [result async for result in run.results()] == expected
 
 
 async def test_async_iterable(app: procrastinate.App, child: Child[Any, Any]) -> None:
@@ -270,7 +269,8 @@ async def test_program_that_dies_is_noticed(
             "UPDATE fanout_runs SET manager_seen_at = clock_timestamp() - interval '1 min',"
             " manager_suspect_since = clock_timestamp() - interval '30 s'"
         )
-        assert (await FanOut.of(app).sweep_async()).done["closed"] == 1
+        # By this sweep, or by that of the mapping itself.
+        await FanOut.of(app).sweep_async()
         yield Paper(id="late")
 
     async with opened(app):

@@ -1,4 +1,4 @@
-"""Commands that keep the database in order: its schema, and the sweep."""
+"""Commands that keep the database in order: its schema, the sweep, and the audit."""
 
 from __future__ import annotations
 
@@ -57,6 +57,25 @@ def _sweep(use: session.Session) -> command.Exit:
     return command.Exit.FINDING if report.errors else command.Exit.OK
 
 
+def _audit(use: session.Session) -> command.Exit:
+    """Check the invariants of all runs, or of one, on the live database; it only reads.
+
+    The exit code is 1 if anything was found, or the time was not enough to look at everything.
+    """
+    found = use.reached.audit(use.options.run, timeout=use.options.timeout)
+
+    def show(screen: display.Screen) -> None:
+        for one in found:
+            where = "" if one.run_id is None else f"run {one.run_id}: "
+            remedy = " (the next sweeps repair it)" if one.repairable else ""
+            screen.line(f"{where}{one.kind}: {one.subject}: {one.detail}{remedy}")
+        if not found:
+            screen.line("nothing found")
+
+    use.answer([one.as_dict() for one in found], show)
+    return command.Exit.FINDING if found else command.Exit.OK
+
+
 COMMANDS = (
     command.Command(
         name="schema",
@@ -72,4 +91,25 @@ COMMANDS = (
         ),
     ),
     command.Command(name="sweep", function=_sweep, example="sweep"),
+    command.Command(
+        name="audit",
+        function=_audit,
+        example="audit",
+        arguments=(
+            command.argument(
+                "run",
+                metavar="ID",
+                type=command.run_id,
+                nargs="?",
+                help="only this run (default: all)",
+            ),
+            command.argument(
+                "--timeout",
+                metavar="SECONDS",
+                type=float,
+                default=30.0,
+                help="look no longer than that (default: %(default)g)",
+            ),
+        ),
+    ),
 )

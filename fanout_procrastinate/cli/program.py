@@ -20,7 +20,8 @@ _APP_VARIABLES = ("FANOUT_APP", "PROCRASTINATE_APP")
 _EXIT_CODES = """\
 exit codes:
   0    done
-  1    something was found: `schema --check` misses parts, `sweep` could not repair a run
+  1    something was found: `schema --check` misses parts, `sweep` could not repair a run,
+       `audit` found a contradiction
   2    the command line cannot be understood, or a value cannot work
   3    there is no such run
   4    the run is closed

@@ -93,6 +93,32 @@ SELECT fanout_prune_v1(%(age)s, %(limit)s) AS rows
 -- Remove a batch of our own old job rows.
 SELECT fanout_prune_jobs_v1(%(tasks)s::text[], %(age)s, %(limit)s) AS rows
 
+-- audit_runs --
+-- The runs to audit: the open ones first, then those closed last. All without a run_id.
+SELECT id FROM fanout_runs WHERE %(run_id)s::bigint IS NULL OR id = %(run_id)s
+ORDER BY closed_at DESC NULLS FIRST, id DESC
+
+-- audit_state --
+-- What contradicts the invariants in these runs, as far as it shows without reading their items.
+SELECT r.run_id, f.kind, f.subject, f.detail, f.repairable
+FROM unnest(%(runs)s::bigint[]) WITH ORDINALITY r (run_id, n)
+CROSS JOIN LATERAL fanout_audit_run_v1(r.run_id, %(lease)s) f
+ORDER BY r.n
+
+-- audit_items --
+-- What contradicts them in the items of one run, read in about so many seconds.
+SELECT %(run_id)s::bigint AS run_id, kind, subject, detail, repairable
+FROM fanout_audit_items_v1(%(run_id)s, %(seconds)s)
+
+-- audit_orphans --
+-- Rows of runs that are not there.
+SELECT run_id, 'orphans' AS kind, subject, 'rows of a run that is not there' AS detail, repairable
+FROM fanout_audit_orphans_v1()
+
+-- limit_time --
+-- End what follows in this transaction after so many milliseconds.
+SELECT set_config('statement_timeout', %(milliseconds)s::text, true) AS limit
+
 -- stop --
 -- Close a run early.
 SELECT fanout_stop_v1(%(run_id)s, %(status)s, %(reason)s, %(abort)s) AS status
@@ -155,7 +181,7 @@ FROM (
         CASE WHEN i.status = 'pending' AND l.stopped THEN 'cancelled' ELSE i.status END AS status
     FROM fanout_items i
     JOIN fanout_runs r ON r.id = i.run_id
-    JOIN fanout_ledgers l ON l.run_id = i.run_id AND l.ledger = i.position %% r.ledgers
+    JOIN fanout_ledgers l ON l.run_id = i.run_id AND l.ledger = i.position %% nullif(r.ledgers, 0)
     WHERE i.run_id = %(run_id)s AND i.position > %(after)s AND r.total IS NOT NULL
 ) t
 WHERE %(status)s::text IS NULL OR t.status = %(status)s

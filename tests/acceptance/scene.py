@@ -17,9 +17,13 @@ class Scene:
     """Start workers and runs of the scripted app, and look at what became of them."""
 
     def __init__(
-        self, conn: Connection, workers: Callable[..., Worker], log: journal.Journal
+        self,
+        connect: Callable[..., Connection],
+        workers: Callable[..., Worker],
+        log: journal.Journal,
     ) -> None:
-        self.conn = conn
+        self.connect = connect
+        self.conn = connect()
         self.log = log
         self._workers = workers
 
@@ -31,6 +35,7 @@ class Scene:
         concurrency: int = 4,
         lease: float = scripted.LEASE_SECONDS,
         sweep: str = scripted.EACH_SECOND,
+        chunk: int = scripted.CHUNK_SIZE,
         queues: str = scripted.QUEUE,
         app: str = "scripted",
         arguments: Iterable[str] = (),
@@ -46,6 +51,7 @@ class Scene:
                 journal.VARIABLE: str(self.log.path),
                 scripted.LEASE_VARIABLE: str(lease),
                 scripted.SWEEP_VARIABLE: sweep,
+                scripted.CHUNK_VARIABLE: str(chunk),
             },
         )
         return worker.wait_ready() if ready else worker
@@ -59,6 +65,10 @@ class Scene:
         """Start a run with these items."""
         given = [step.model_dump(exclude_defaults=True) for step in steps]
         return scripted.steps.configure(**options).defer(steps=given, callback=callback)
+
+    def steps_in_threads(self, steps: Iterable[scripted.Step]) -> Run:
+        """Start a run whose children are sync."""
+        return scripted.steps_in_thread.defer(steps=[step.model_dump() for step in steps])
 
     # -- looking
 
@@ -94,6 +104,10 @@ class Scene:
     def wait_done(self, run: Run, count: int, timeout: float = 20.0) -> None:
         """Wait until so many items of a run are final."""
         wait_until(lambda: run.progress().done >= count, timeout, f"{count} items are done")
+
+    def wait_started(self, run: Run, count: int, timeout: float = 20.0) -> None:
+        """Wait until the children have begun so many items of a run."""
+        wait_until(lambda: self.starts(run).total() >= count, timeout, f"{count} items are begun")
 
     def starts(self, run: Run) -> Counter[str]:
         """Count how often each item was begun, from the journal."""

@@ -1,7 +1,7 @@
 """How runs close: exactly once, at the right moment, whoever comes last."""
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ def test_children_that_finish_in_the_same_instant_close_once(scene: Scene) -> No
         runs.append(scene.steps(steps))
         assert runs[-1].wait(timeout=15).status == "completed"
     wait_until(lambda: len(scene.log.read("told")) >= ROUNDS)
+    wait_until(lambda: len(scene.log.read("success")) >= ROUNDS)
     for run in runs:
         scene.assert_closed_once(run, succeeded=CHILDREN)
     assert len(scene.jobs("closed")) == len(scene.log.read("told")) == ROUNDS
@@ -44,17 +45,12 @@ def _assert_simultaneous(ends: list[dict[str, Any]]) -> None:
         rounds[line["run"]].append(line)
     assert all(len({line["item"] for line in lines}) == CHILDREN for lines in rounds.values())
     assert len(ends) == ROUNDS * CHILDREN
-    spreads = [
-        max(x["at"] for x in lines) - min(x["at"] for x in lines) for lines in rounds.values()
-    ]
-    print(
-        "spread",
-        statistics.median(spreads),
-        max(spreads),
-        Counter(len({x["pid"] for x in lines}) for lines in rounds.values()),
-    )
+    instants = [[line["at"] for line in lines] for lines in rounds.values()]
+    spreads = [max(instant) - min(instant) for instant in instants]
+    processes = [len({line["pid"] for line in lines}) for lines in rounds.values()]
+    print(f"the 20 ends come within {statistics.median(spreads) * 1000:.1f} ms")
     assert statistics.median(spreads) < 0.02
-    assert statistics.median(len({line["pid"] for line in lines}) for lines in rounds.values()) == 4
+    assert statistics.median(processes) == 4
 
 
 def test_runs_of_no_item_and_of_one(scene: Scene) -> None:
@@ -77,7 +73,6 @@ def test_runs_of_no_item_and_of_one(scene: Scene) -> None:
     (failure,) = scene.log.read("failure")
     assert (failure["run"], failure["errors"]) == (broken.id, ["broken"])
     assert scene.items(late)["late"]["failures"] == 2
-    assert [type(run.progress().percent) for run in (empty,)] == [float]
     assert empty.progress().percent == 100.0
 
 

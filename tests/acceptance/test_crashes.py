@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.acceptance.scene import Scene
 from tests.apps import scripted
 from tests.apps.scripted import Step
 from tests.waiting import wait_until
+from tests.workers import Worker
 
 pytestmark = pytest.mark.acceptance
 
@@ -89,27 +91,22 @@ def test_a_rescue_needs_no_free_place(scene: Scene) -> None:
 @pytest.mark.timeout(180)
 def test_an_item_that_kills_its_process_fails_alone(scene: Scene) -> None:
     """C10, invariant 2: 1 poison item among 200, one worker of 20 places started each time."""
-    run = scene.steps([*_light(120, 0.02), Step(name="poison", exits=99), *_light(199, 0.02)[120:]])
-    worker = scene.worker(concurrency=20)
-    deaths = 0
-    while not run.progress().closed:
-        if not worker.is_running():
-            deaths += 1
-            worker = scene.worker_again(worker, concurrency=20)
-        scene.conn.execute("SELECT pg_sleep(0.05)")
+    steps = _light(199, 0.02)
+    run = scene.steps([*steps[:120], Step(name="poison", exits=99), *steps[120:]])
+    deaths = _restart_until_closed(scene, {"run": run}, lambda _: scene.worker(concurrency=20))
     scene.assert_closed_once(run, succeeded=199, failed=1)
     items = scene.items(run)
     poison = items.pop("poison")
     assert poison["error"]["type"] == "WorkerLost"
-    assert (deaths, poison["crashes"], scene.starts(run)["poison"]) == (3, 3, 3)
-    assert Counter(row["crashes"] for row in items.values()).keys() <= {0, 1}
+    assert (deaths["run"], poison["crashes"], scene.starts(run)["poison"]) == (3, 3, 3)
+    assert {row["crashes"] for row in items.values()} <= {0, 1}
     wait_until(lambda: scene.log.read("failure", run=run.id))
 
 
 def test_a_job_delivered_again_changes_nothing(scene: Scene) -> None:
     """A01, invariant 2: a child job started twice at once, and once more after its end."""
     for _ in range(2):
-        scene.worker(concurrency=6, lease=30)
+        scene.worker(concurrency=6, lease=30, arguments=["--fetch-job-polling-interval=0.2"])
     run = scene.steps([Step(name="quick"), *_light(4, 2.0)], max_in_flight=5)
     wait_until(lambda: run.progress().processing == 4 and run.progress().done == 1)
     active = [row["job_id"] for row in scene.query("SELECT job_id FROM fanout_slots WHERE active")]
@@ -121,7 +118,6 @@ def test_a_job_delivered_again_changes_nothing(scene: Scene) -> None:
         "UPDATE procrastinate_jobs SET status = 'todo' WHERE id = ANY(%(ids)s) RETURNING id",
         ids=again,
     )
-    scene.query("SELECT pg_notify('procrastinate_any_queue_v1', '{\"type\": \"job_inserted\"}')")
     wait_until(
         lambda: (
             {job["status"] for job in scene.jobs("work", run) if job["id"] in again}
@@ -153,35 +149,58 @@ def test_a_callback_is_owed_until_it_is_done(scene: Scene) -> None:
 def test_the_last_item_takes_the_process_along_after_the_close(scene: Scene) -> None:
     """A07 (b), invariant 4: dead between the close and the start of its callbacks."""
     for _ in range(3):
-        run = scene.steps([Step(name="last", lingers_for_close=True)])
+        run = scene.steps([Step(name="last", exits_at_close=True)])
         worker = scene.worker(concurrency=1)
         assert worker.wait(20) == scripted.KILLED
         assert run.progress().closed
-        told = scene.log.read("told", run=run.id)
-        scene.worker(concurrency=1)
+        worker = scene.worker(concurrency=1)
         wait_until(lambda: set(run.progress().callbacks.values()) == {"done"}, 20)  # noqa: B023
         scene.assert_closed_once(run, succeeded=1)
-        assert len(scene.log.read("told", run=run.id)) == 1, told
+        assert len(scene.log.read("told", run=run.id)) == 1
+        worker.stop()
 
 
-@pytest.mark.parametrize("last", ["broken", "poison", "fine"])
-def test_a_final_failure_is_a_completion(scene: Scene, last: str) -> None:
-    """A09: a permanent error, an item whose worker dies, two fine ones, each coming last."""
+def test_a_final_failure_is_a_completion(scene: Scene) -> None:
+    """A09: a permanent error, an item whose worker dies, two fine ones; each of them last once."""
     steps = [
         Step(name="broken", broken=True),
         Step(name="poison", exits=99),
         Step(name="fine"),
         Step(name="fine too"),
     ]
-    steps.sort(key=lambda step: step.name == last)
-    run = scene.steps(steps, max_in_flight=1)
-    worker = scene.worker(concurrency=1)
-    while not run.progress().closed:
-        if not worker.is_running():
-            worker = scene.worker_again(worker, concurrency=1)
-        scene.conn.execute("SELECT pg_sleep(0.05)")
-    scene.assert_closed_once(run, succeeded=2, failed=2)
-    wait_until(lambda: scene.log.read("failure", run=run.id))
-    (failure,) = scene.log.read("failure", run=run.id)
-    assert len(failure["errors"]) == 2
-    assert len(scene.jobs("closed", run)) == 1
+    lanes = {
+        f"lane{number}": scene.steps(
+            sorted(steps, key=lambda step: step.name == last),
+            max_in_flight=1,
+            queue=f"lane{number}",
+        )
+        for number, last in enumerate(["broken", "poison", "fine"])
+    }
+    _restart_until_closed(
+        scene, lanes, lambda lane: scene.worker(concurrency=1, queues=f"{lane},{scripted.QUEUE}")
+    )
+    for run in lanes.values():
+        scene.assert_closed_once(run, succeeded=2, failed=2)
+        wait_until(lambda: scene.log.read("failure", run=run.id))  # noqa: B023 - called here
+        (failure,) = scene.log.read("failure", run=run.id)
+        assert len(failure["errors"]) == 2
+        assert len(scene.jobs("closed", run)) == 1
+
+
+def _restart_until_closed(
+    scene: Scene, runs: Mapping[str, Run], start: Callable[[str], Worker]
+) -> Counter[str]:
+    """Start one worker for each run, and another whenever one dies; count the deaths."""
+    workers = {name: start(name) for name in runs}
+    deaths: Counter[str] = Counter()
+
+    def are_closed() -> bool:
+        for name, worker in workers.items():
+            if not worker.is_running():
+                assert worker.wait() == scripted.KILLED, worker.output()
+                deaths[name] += 1
+                workers[name] = start(name)
+        return all(run.progress().closed for run in runs.values())
+
+    wait_until(are_closed, 120)
+    return deaths

@@ -3,7 +3,10 @@
 import asyncio
 import contextvars
 import os
+import resource
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import procrastinate
@@ -28,6 +31,7 @@ SWEEP_VARIABLE = "FANOUT_TEST_SWEEP"
 EACH_SECOND = "* * * * * */1"
 EACH_MINUTE = "* * * * *"
 NEVER = "0 0 1 1 *"
+CHUNK_VARIABLE = "FANOUT_TEST_CHUNK"
 CHUNK_SIZE = 10
 KILLED = 137
 
@@ -36,7 +40,7 @@ fanout = FanOut(
     app,
     lease=float(os.environ.get(LEASE_VARIABLE, LEASE_SECONDS)),
     sweep_cron=os.environ.get(SWEEP_VARIABLE, EACH_SECOND),
-    chunk_size=CHUNK_SIZE,
+    chunk_size=int(os.environ.get(CHUNK_VARIABLE, CHUNK_SIZE)),
 )
 log = journal.of_environment()
 ambient: contextvars.ContextVar[str] = contextvars.ContextVar("ambient", default="")
@@ -53,6 +57,8 @@ class Step(pydantic.BaseModel):
     sleep: float = 0.0
     exits: int = 0
     """Take the whole process along, so many times."""
+    exits_at_close: bool = False
+    """End, and take the process along as soon as the run is closed."""
     fails: int = 0
     """Raise a transient error at so many tries."""
     retry_in: float = 0.2
@@ -73,6 +79,8 @@ def _start(context: ItemContext, step: Step) -> None:
 def _end(context: ItemContext, step: Step) -> str:
     if any(log.is_first(f"exit-{context.run_id}-{step.name}-{n}") for n in range(step.exits)):
         os._exit(KILLED)
+    if step.exits_at_close:
+        threading.Thread(target=_exit_at_close, args=[context.run_id], daemon=True).start()
     if context.attempt <= step.fails:
         raise TransientError("not yet", retry_in=step.retry_in)
     if step.broken:
@@ -81,9 +89,20 @@ def _end(context: ItemContext, step: Step) -> str:
     return step.name
 
 
+def _exit_at_close(run_id: int) -> None:
+    with fanout.connect() as connection:
+        connection.autocommit = True
+        while not connection.execute(
+            "SELECT FROM fanout_closes WHERE run_id = %s", [run_id]
+        ).fetchall():
+            pass
+    os._exit(KILLED)
+
+
 async def _rendezvous(name: str, count: int) -> None:
     log.arrive(name)
-    while (found := log.arrived(name))[0] < count:
+    # No event: the others are in other processes.
+    while (found := log.arrived(name))[0] < count:  # noqa: ASYNC110
         await asyncio.sleep(0.002)
     await asyncio.sleep(max(0.0, found[1] + 0.02 - time.time()))
 
@@ -105,6 +124,13 @@ def work_in_thread(context: ItemContext, step: Step) -> str:
     _start(context, step)
     time.sleep(step.sleep)
     return _end(context, step)
+
+
+@fanout_child(
+    app, queue=QUEUE, max_attempts=2, timeout=0.3, backoff=Backoff(initial=0.2, jitter=0.0)
+)
+async def endless(name: str) -> None:
+    await asyncio.Event().wait()
 
 
 @fanout_manager(app, child=work, item_key=lambda step: step.name)
@@ -187,3 +213,33 @@ async def start_more(name: str) -> int:
 @fanout_manager(app, child=start_more)
 def nest(count: int) -> Any:
     return [str(number) for number in range(count)]
+
+
+class Record(pydantic.BaseModel):
+    """An item of four fields, some 250 bytes of JSON."""
+
+    number: int
+    path: str
+    tags: list[str]
+    notes: dict[str, str]
+
+
+@fanout_child(app, queue=QUEUE)
+async def measure(record: Record) -> int:
+    return record.number
+
+
+@fanout_manager(app, child=measure, item_key=lambda record: str(record.number))
+def records(count: int) -> Any:
+    """List so many records, and tell by how many bytes this process grew meanwhile, at most."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    before = pages * resource.getpagesize()
+    for number in range(count):
+        yield Record(
+            number=number,
+            path=f"/archive/{number:020d}/document.pdf",
+            tags=["a", "b"],
+            notes={"text": "x" * 120},
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    log.write("listed", count=count, growth=peak - before)

@@ -317,7 +317,14 @@ BEGIN
             UPDATE fanout_slots SET suspect_since = v_now WHERE run_id = p_run AND slot = s.slot;
             v_outcome := 'marked';
         ELSIF s.suspect_since <= v_second THEN
-            v_outcome := 'rescued_' || fanout_rescue_v1(p_run, s.slot);
+            -- One that cannot be rescued keeps nobody else from it.
+            BEGIN
+                v_outcome := 'rescued_' || fanout_rescue_v1(p_run, s.slot);
+            EXCEPTION WHEN OTHERS THEN
+                RAISE WARNING 'fanout: slot % of run % could not be rescued: %',
+                    s.slot, p_run, SQLERRM;
+                v_outcome := 'unrecoverable';
+            END;
         ELSE
             CONTINUE;
         END IF;

@@ -1,0 +1,195 @@
+"""The worker processes of a round: each place is filled again as soon as its worker has ended."""
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from tests.chaos import app as chaos_app
+from tests.workers import Worker
+
+MARK_VARIABLE = "FANOUT_CHAOS"
+"""In the environment of all that workers start."""
+_LOGGED = {
+    "PYTHONFAULTHANDLER": "1",
+    "PROCRASTINATE_LOG_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s",
+}
+END_SECONDS = 60.0
+"""A worker asked to stop has to be gone by then."""
+
+
+class Berth:
+    """One place for a worker, and the one in it."""
+
+    def __init__(self, number: int, dice: random.Random) -> None:
+        self.number = number
+        self.dice = dice
+        self.worker: Worker | None = None
+        self.started = 0
+        self.stopped = False
+        """By SIGSTOP."""
+        self.wanted_since: float | None = None
+        """When it was asked to end, by whatever signal."""
+        self.how = ""
+
+
+class Crew:
+    """Start workers, see to it that there are enough of them, and keep what they logged.
+
+    Args:
+        dsn: their database, through the proxy.
+        folder: for their logs.
+        env: for their environment.
+    """
+
+    def __init__(
+        self, dsn: str, folder: Path, env: Mapping[str, str], size: int, seed: int
+    ) -> None:
+        self._dsn = dsn
+        self._folder = folder
+        self._env = env
+        self.berths = [
+            Berth(number, random.Random(f"{seed}:berth {number}")) for number in range(size)
+        ]
+        self.ends: Counter[str] = Counter()
+        self.stuck: list[str] = []
+        self.pids: set[int] = set()
+        self._lock = threading.RLock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="chaos-crew", daemon=True)
+
+    def start(self) -> None:
+        """Fill all places."""
+        for berth in self.berths:
+            self._fill(berth)
+        self._thread.start()
+
+    def kill(self, berth: Berth) -> bool:
+        """End the worker as the out-of-memory killer does; return whether there was one."""
+        return self._signal(berth, signal.SIGKILL, "killed")
+
+    def term(self, berth: Berth) -> bool:
+        """Ask the worker to end, as a deployment does."""
+        return self._signal(berth, signal.SIGTERM, "asked to end")
+
+    def freeze(self, berth: Berth, seconds: float) -> bool:
+        """Stop the worker for a time, and wake it."""
+        with self._lock:
+            worker = berth.worker
+            if worker is None or berth.stopped or not worker.is_running():
+                return False
+            worker.kill(signal.SIGSTOP)
+            berth.stopped = True
+        time.sleep(seconds)
+        with self._lock:
+            worker.kill(signal.SIGCONT)
+            if berth.worker is worker:
+                berth.stopped = False
+        return True
+
+    def close(self) -> list[int]:
+        """End all workers as a deployment does; return the pids of what is left of them."""
+        self._ending.set()
+        self._thread.join()
+        with self._lock:
+            for berth in self.berths:
+                self._signal(berth, signal.SIGCONT, "")
+                self._signal(berth, signal.SIGTERM, "at the end")
+            for berth in self.berths:
+                self._ended(berth, END_SECONDS)
+        return left_over(self._env[MARK_VARIABLE])
+
+    def _signal(self, berth: Berth, number: signal.Signals, how: str) -> bool:
+        with self._lock:
+            worker = berth.worker
+            if worker is None or not worker.is_running() or berth.how == how != "":
+                return False
+            worker.kill(number)
+            if how:
+                berth.how = how
+                berth.wanted_since = time.monotonic()
+            return True
+
+    def _watch(self) -> None:
+        while not self._ending.wait(0.1):
+            for berth in self.berths:
+                with self._lock:
+                    self._look_at(berth)
+
+    def _look_at(self, berth: Berth) -> None:
+        worker = berth.worker
+        if worker is None or not worker.is_running():
+            self._ended(berth, 1.0)
+            self._fill(berth)
+        elif berth.wanted_since is None or berth.stopped:
+            return
+        elif time.monotonic() - berth.wanted_since > END_SECONDS:
+            self._ended(berth, 0.0)
+
+    def _ended(self, berth: Berth, timeout: float) -> None:
+        """Note how a worker ended, keep its log, and make its place free."""
+        worker = berth.worker
+        if worker is None:
+            return
+        try:
+            code = worker.wait(timeout)
+        except AssertionError:
+            self.stuck.append(f"worker {worker.pid} ({berth.how}) still ran after {END_SECONDS} s")
+            worker.kill(signal.SIGABRT)  # faulthandler writes where it hangs
+            time.sleep(1.0)
+            worker.kill(signal.SIGKILL)
+            code = worker.wait()
+        took_along = code == chaos_app.EXIT_CODE
+        self.ends["taken along" if took_along else berth.how or f"by itself ({code})"] += 1
+        (self._folder / f"worker-{berth.number}-{berth.started}-{worker.pid}.log").write_text(
+            worker.output() + f"\nended with {code}, {berth.how or 'by itself'}\n"
+        )
+        worker.close()
+        berth.worker = None
+
+    def _fill(self, berth: Berth) -> None:
+        dice = berth.dice
+        arguments = ["--fetch-job-polling-interval=1"]
+        if dice.random() < 0.5:
+            arguments.append(f"--shutdown-graceful-timeout={dice.choice([0.5, 2])}")
+        arguments.append(f"--delete-jobs={dice.choice(['never', 'never', 'successful', 'always'])}")
+        berth.worker = Worker(
+            self._dsn,
+            "tests.chaos.app.app",
+            queues=chaos_app.QUEUE,
+            concurrency=dice.choice([3, 5, 8]),
+            arguments=arguments,
+            env={**self._env, **_LOGGED},
+        )
+        self.pids.add(berth.worker.pid)
+        berth.started += 1
+        berth.stopped = False
+        berth.wanted_since = None
+        berth.how = ""
+
+
+def left_over(mark: str, timeout: float = 10.0) -> list[int]:
+    """End the processes that carry this mark, and return those that lived too long."""
+    deadline = time.monotonic() + timeout
+    while (found := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in found:
+        process.kill()
+    return [process.pid for process in found]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes whose environment has this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK_VARIABLE) == mark and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
