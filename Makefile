@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format docs demo clean
+.PHONY: help install test chaos lint format docs demo clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,6 +8,7 @@ STAMP := .venv/installed
 
 help:
 	@echo "make test     all tests, on PostgreSQL 18 and 15 (ARGS='-k name' runs some, without coverage)"
+	@echo "make chaos    break a running system and judge it (SECONDS=60 SEED=n; a new seed by default)"
 	@echo "make lint     ruff, mypy, import contract"
 	@echo "make format   put the code in form"
 	@echo "make docs     the documentation, into build/docs"
@@ -25,6 +26,9 @@ install: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m tests $(ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python -m tests.chaos --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

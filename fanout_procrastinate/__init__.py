@@ -1,7 +1,8 @@
 """One trigger becomes N independent children on many machines; the last one closes the run."""
 
+from fanout_procrastinate.children import Child
 from fanout_procrastinate.context import ItemContext
-from fanout_procrastinate.declare import Child, Manager, fanout_child, fanout_manager
+from fanout_procrastinate.declare import fanout_child, fanout_manager
 from fanout_procrastinate.errors import (
     ChildProcessDied,
     ConfigurationError,
@@ -21,6 +22,7 @@ from fanout_procrastinate.errors import (
     WaitTimeout,
 )
 from fanout_procrastinate.fanout import FanOut
+from fanout_procrastinate.managers import Manager
 from fanout_procrastinate.models import (
     ErrorGroup,
     Finding,

@@ -68,6 +68,7 @@ class Work:
         results: writes results.
         max_result_bytes: the most that a result may have, as bytes of UTF-8 JSON.
         address: where a process of its own finds the child; `None` = it runs in this one.
+        fault: why its annotations cannot be used: then every item fails with that reason.
     """
 
     function: Callable[..., Any]
@@ -76,6 +77,7 @@ class Work:
     results: codec.Codec
     max_result_bytes: int
     address: isolation.Address | None = None
+    fault: errors.ConfigurationError | None = None
 
     def load(self, payload: str) -> Any:
         """Return a stored item as the function takes it.
@@ -129,29 +131,39 @@ class Slot:
     epoch: int = 0
     lost: bool = False
     cancelled: bool = False
+    over: bool = False
     current: execution.Execution | isolation.Execution | None = None
     item: context.ItemContext | None = None
     slice_ends: float = 0.0
 
     async def serve(self) -> None:
         """Work on items until the slot is over."""
-        reply = await self._asked(self.reporter.begin(self.slot, self.job_id, str(uuid.uuid4())))
-        if reply.epoch is None or reply.verdict in ("ended", "lost"):
-            return
-        self.epoch = reply.epoch
-        self.slice_ends = time.monotonic() + self.time_slice
-        self.hold = keeper.Hold(
-            holding=models.Holding(self.reporter.run_id, self.slot, self.epoch),
-            on_verdict=self._told_by(asyncio.get_running_loop()),
-        )
-        self.runtime.keeper.add(self.hold)
+        loop = asyncio.get_running_loop()
+
+        def begun(reply: models.Reply) -> None:
+            # Renewed from the moment it is ours: the loop may be blocked when the answer comes.
+            if reply.epoch is not None and reply.verdict not in ("ended", "lost"):
+                holding = models.Holding(self.reporter.run_id, self.slot, reply.epoch)
+                self.hold = keeper.Hold(holding=holding, on_verdict=self._told_by(loop))
+                self.runtime.keeper.add(self.hold)
+                if self.over:
+                    self.runtime.keeper.remove(self.hold)
+
         try:
+            token = str(uuid.uuid4())
+            reply = await self._asked(self.reporter.begin(self.slot, self.job_id, token, begun))
+            if reply.epoch is None:
+                return
+            self.epoch = reply.epoch
+            self.slice_ends = time.monotonic() + self.time_slice
             while reply.verdict not in ("ended", "lost"):
                 reply = await self._turn(reply)
             if reply.verdict == "lost":
                 self._log_lost()
         finally:
-            self.runtime.keeper.remove(self.hold)
+            self.over = True
+            if self.hold is not None:
+                self.runtime.keeper.remove(self.hold)
             self.reporter.release_suspect(self.epoch)
         if self.cancelled:
             raise asyncio.CancelledError
@@ -187,6 +199,8 @@ class Slot:
     async def _worked(self, reply: models.Reply) -> dict[str, Any]:
         work, options = self.work, self.work.options
         attempt = (reply.failures or 0) + 1
+        if work.fault is not None:
+            return work.failure(work.fault, attempt)
         if work.address is not None:
             return await self._worked_apart(work.address, reply, attempt)
         try:
@@ -213,7 +227,7 @@ class Slot:
         item = self.item = self._context(reply, attempt)
         facts = ("run_id", "position", "key", "run_args")
         self.current = isolation.Execution(
-            pool=self.runtime.isolation,
+            pool=self.runtime.processes,
             context=item,
             request={
                 "address": dataclasses.asdict(address),

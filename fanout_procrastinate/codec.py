@@ -43,7 +43,9 @@ class Codec:
         self.annotation = Any if annotation is inspect.Parameter.empty else annotation
         self.name = _name_of(self.annotation)
         try:
-            self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(self.annotation)
+            self._adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(
+                signatures.without_old_dicts(self.annotation)
+            )
             if not self._adapter.pydantic_complete:  # names a class that was not there yet
                 self._adapter.rebuild(force=True)
         except Exception as exc:  # pydantic runs hooks of the user's types here

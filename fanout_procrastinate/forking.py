@@ -23,6 +23,8 @@ from typing import NoReturn
 
 from fanout_procrastinate import isolated
 
+logger = logging.getLogger(__name__)
+
 _GRACE_SECONDS = 0.5
 _OWNER_DIED = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
@@ -54,6 +56,12 @@ class Forking:
                     key.data()
         finally:
             self._end_all()
+
+    def close(self) -> None:
+        """Close what only this process has open."""
+        self._selector.close()
+        for one in (self._control, self._wake, self._waker, *self._lives.values()):
+            one.close()
 
     def _listen(self) -> None:
         self._wake.setblocking(False)
@@ -98,8 +106,9 @@ class Forking:
 
     def _refuse(self, life: socket.socket, exc: OSError) -> None:
         with life:
-            logging.getLogger(__name__).error(
-                "No process for an isolated child", extra={"action": "child_process_refused"}, exc_info=exc
+            logger.error(
+                "No process for an isolated child",
+                extra={"action": "child_process_refused", "exception": str(exc)},
             )
 
     def _on_end_wanted(self, pid: int, life: socket.socket) -> None:
@@ -139,17 +148,14 @@ class Forking:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, _OWNER_DIED):
                 signal.signal(number, signal.SIG_DFL)
-            self._selector.close()
-            for one in (life, self._control, self._wake, self._waker, *self._lives.values()):
-                one.close()
+            self.close()
+            life.close()
             if os.getppid() == self._pid:
                 _volunteer_for_oom()
                 isolated.main(talk)
                 code = 0
         except BaseException:
-            logging.getLogger(__name__).exception(
-                "A child process failed", extra={"action": "child_process_failed"}
-            )
+            logger.exception("A child process failed", extra={"action": "child_process_failed"})
         finally:
             # Not further: the frames below are those of the process that was forked.
             logging.shutdown()
@@ -196,5 +202,5 @@ def main(descriptor: int) -> None:
     """Serve the worker at the other end of this socket."""
     gc.collect()
     gc.freeze()  # shared memory stays so
-    with socket.socket(fileno=descriptor) as control:
-        Forking(control).serve()
+    with contextlib.closing(Forking(socket.socket(fileno=descriptor))) as program:
+        program.serve()

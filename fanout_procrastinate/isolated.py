@@ -28,13 +28,14 @@ from typing import Any
 
 from fanout_procrastinate import (
     child,
+    children,
     codec,
     context,
-    declare,
     errors,
     execution,
     isolation,
     outcomes,
+    processes,
     settings,
 )
 
@@ -49,10 +50,10 @@ class Line:
         self._lock = threading.Lock()
         self._answers = False
 
-    def receive(self) -> isolation.Message | None:
+    def receive(self) -> processes.Message | None:
         """Return the next message; `None` when the worker is gone."""
-        header = self._read(isolation.HEADER.size)
-        body = header and self._read(*isolation.HEADER.unpack(header))
+        header = self._read(processes.HEADER.size)
+        body = header and self._read(*processes.HEADER.unpack(header))
         return dict(json.loads(body)) if body else None
 
     def begin(self) -> None:
@@ -83,10 +84,10 @@ class Line:
             raise errors.DatabaseError(text, transient=True)
         return answer["answer"]
 
-    def _send(self, message: isolation.Message) -> None:
+    def _send(self, message: processes.Message) -> None:
         data = json.dumps(message, default=repr).encode()
         with contextlib.suppress(OSError):  # the worker is gone, as the next reading tells
-            self._talk.sendall(isolation.HEADER.pack(len(data)) + data)
+            self._talk.sendall(processes.HEADER.pack(len(data)) + data)
 
     def _read(self, size: int) -> bytes | None:
         found = bytearray()
@@ -133,7 +134,7 @@ class Item:
         runner: runs async children.
     """
 
-    request: isolation.Message
+    request: processes.Message
     line: Line
     runner: asyncio.Runner
 
@@ -160,7 +161,7 @@ class Item:
         reusable = not isinstance(error, MemoryError)
         self.line.end(work.outcome_of(end, attempt), reusable)
 
-    def _work(self, declared: declare.Child[..., Any] | None) -> child.Work:
+    def _work(self, declared: children.Child[..., Any] | None) -> child.Work:
         request = self.request
         if declared is None:
             backoff = outcomes.Backoff(**request["backoff"])
@@ -184,7 +185,7 @@ class Item:
         return args
 
 
-def find(request: isolation.Message) -> declare.Child[..., Any]:
+def find(request: processes.Message) -> children.Child[..., Any]:
     """Return the child at the address of a request; import its module where it is not yet.
 
     Raises:
@@ -198,8 +199,8 @@ def find(request: isolation.Message) -> declare.Child[..., Any]:
         module = _load_main(*main) if name == "__main__" and main else importlib.import_module(name)
         for value in (*vars(module).values(), _attribute(module, address.qualname)):
             # Not isinstance, which would wake up lazy objects.
-            if issubclass(type(value), declare.Child) and value.name == address.name:
-                found: declare.Child[..., Any] = value
+            if issubclass(type(value), children.Child) and value.name == address.name:
+                found: children.Child[..., Any] = value
                 return found
     raise errors.ConfigurationError(
         f"the child {address.name} is not to be found in {address.declared_in}; keep what "

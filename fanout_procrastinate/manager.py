@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import time
@@ -40,7 +41,7 @@ class Listing:
     Args:
         function: the user's function.
         options: as declared.
-        packer: checks the items and packs them.
+        make_packer: returns what checks the items and packs them.
         runtime: of this process.
         run_id: the run.
         claim: this execution's fence, and the run's arguments.
@@ -48,12 +49,16 @@ class Listing:
 
     function: Callable[..., Any]
     options: settings.ManagerOptions
-    packer: staging.Packer
+    make_packer: Callable[[], staging.Packer]
     runtime: runtime.Runtime
     run_id: int
     claim: models.ManagerClaim
     _lost: bool = False
     _ending: bool = False
+
+    @functools.cached_property
+    def packer(self) -> staging.Packer:
+        return self.make_packer()
 
     async def execute(self) -> None:
         """Stage everything and seal; an error is classed, and the manager runs again or fails.
@@ -233,7 +238,7 @@ async def run_job(
     *,
     function: Callable[..., Any],
     options: settings.ManagerOptions,
-    packer: staging.Packer,
+    make_packer: Callable[[], staging.Packer],
     shared: runtime.Runtime,
     job: procrastinate.JobContext,
     run_id: int,
@@ -250,7 +255,7 @@ async def run_job(
     await Listing(
         function=function,
         options=options,
-        packer=packer,
+        make_packer=make_packer,
         runtime=shared,
         run_id=run_id,
         claim=claim,

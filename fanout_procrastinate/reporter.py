@@ -102,16 +102,30 @@ class Reporter:
         self._stop_sent = False
         self.slots = 0
 
-    async def begin(self, slot: int, job_id: int, token: str) -> models.Reply:
-        """Bind a job to its slot; asks for the ledger on which this process works already."""
+    async def begin(
+        self,
+        slot: int,
+        job_id: int,
+        token: str,
+        on_begun: Callable[[models.Reply], None] = lambda reply: None,
+    ) -> models.Reply:
+        """Bind a job to its slot; asks for the ledger on which this process works already.
+
+        `on_begun` is told the reply in the thread that got it, even while the loop is blocked.
+        """
         ledger = random.randrange(16) if self._ledger is None else self._ledger  # noqa: S311
         reservation = object()
         suspect = self._suspicion.reserve(reservation)
         replies: list[models.Reply] = []
+        call = store.begin(self.run_id, slot, job_id, token=token, ledger=ledger, suspect=suspect)
+
+        def parse(rows: store.Rows) -> models.Reply:
+            reply = call.parse(rows)
+            on_begun(reply)
+            return reply
+
         try:
-            reply = await self._until_known(
-                store.begin(self.run_id, slot, job_id, token=token, ledger=ledger, suspect=suspect)
-            )
+            reply = await self._until_known(dataclasses.replace(call, parse=parse))
             replies.append(reply)
         finally:
             self._settle(reservation, replies)

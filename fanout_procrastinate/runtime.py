@@ -1,8 +1,8 @@
 """What one process shares between all of our jobs on one event loop, opened by the first of them.
 
 It is closed a while after the last: there is no hook at a worker's end, and who dies while we end
-our last job is silent for a lease, seen by the next sweep and rescued by the one after it. Until then
-somebody must sweep.
+our last job is silent for a lease, seen by the next sweep and rescued by the one after it. Until
+then somebody must sweep.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from fanout_procrastinate import database, isolation, keeper, reporter, settings, sweeper
+from fanout_procrastinate import database, keeper, processes, reporter, settings, sweeper
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Runtime:
     ) -> None:
         self.settings = configured
         self.suspicion = reporter.Suspicion()
-        self.isolation = isolation.Pool()
+        self.processes = processes.Pool()
         self.database = database.Database(connect)
         self._keeper_database = database.Database(connect, size=1)
         self.sweeper = sweeper.Sweeper(
@@ -129,7 +129,7 @@ class Runtime:
             self._close()
 
     def _close(self) -> None:
-        self.isolation.close()
+        self.processes.close()
         self.keeper.stop()
         self.database.close()
         self._keeper_database.close()

@@ -16,7 +16,11 @@ from fanout_procrastinate import errors
 
 logger = logging.getLogger(__name__)
 
+FUNCTIONS_REVISION = 1
+"""Raised by one with each released change of a function: an older set never replaces a newer."""
+
 _FUNCTION_FILES = ("dispatch", "manager", "control", "sweep", "audit")
+_FUNCTIONS = "functions-"
 _RECORDS = """
 CREATE TABLE IF NOT EXISTS fanout_schema (
     name text PRIMARY KEY,
@@ -47,8 +51,8 @@ def _read(*path: str) -> str:
 def scripts() -> tuple[Script, ...]:
     """Return the parts of the schema in the order in which they are applied.
 
-    The functions carry their digest in their name: they are versioned, an older library's
-    functions and a newer one's stand side by side, and each knows whether its own were applied.
+    The functions carry their revision and their digest in their name. Each function is versioned
+    and keeps its signature, so that an older library works with a newer revision.
     """
     folder = importlib.resources.files(__package__) / "sql" / "migrations"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".sql"))
@@ -57,7 +61,26 @@ def scripts() -> tuple[Script, ...]:
     ]
     body = "\n".join(_read("functions", f"{name}.sql") for name in _FUNCTION_FILES)
     functions = Script(name="functions", text=body)
-    return (*migrations, dataclasses.replace(functions, name=f"functions-{functions.digest[:16]}"))
+    name = f"{_FUNCTIONS}{FUNCTIONS_REVISION:04d}-{functions.digest[:16]}"
+    return (*migrations, dataclasses.replace(functions, name=name))
+
+
+def _stands(script: Script, applied: set[str]) -> bool:
+    """Whether a part is there: itself, or for functions a newer revision."""
+    if script.name in applied:
+        return True
+    if not script.name.startswith(_FUNCTIONS):
+        return False
+    revision = script.name.removeprefix(_FUNCTIONS).partition("-")[0]
+    newest = max(
+        (
+            name.removeprefix(_FUNCTIONS).partition("-")[0]
+            for name in applied
+            if name.startswith(_FUNCTIONS)
+        ),
+        default="",
+    )
+    return newest > revision
 
 
 def read() -> str:
@@ -85,7 +108,7 @@ def missing(connection: psycopg.Connection[Any]) -> list[str]:
         if row and row[0]:
             cursor.execute("SELECT name FROM fanout_schema")
             applied = {name for (name,) in cursor.fetchall()}
-    return [script.name for script in scripts() if script.name not in applied]
+    return [script.name for script in scripts() if not _stands(script, applied)]
 
 
 def _check_host(connection: psycopg.Connection[Any]) -> None:

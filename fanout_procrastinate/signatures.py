@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import inspect
+import sys
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import typing_extensions
 
 from fanout_procrastinate import errors
 
@@ -61,6 +66,49 @@ def return_annotation(function: Callable[..., Any], namespace: Mapping[str, Any]
     """Return the resolved type of a child's result; `Any` where there is none."""
     annotation = _signature(function).return_annotation
     return _resolved(function, "return", annotation, namespace)
+
+
+def without_old_dicts(annotation: Any) -> Any:
+    """Return an annotation whose ``typing.TypedDict``s pydantic takes.
+
+    Before Python 3.12 it wants those of ``typing_extensions``, which are rebuilt here: anywhere
+    in the annotation, but not inside of classes other than a ``TypedDict``.
+    """
+    if sys.version_info >= (3, 12):
+        return annotation
+    return _rebuilt(annotation, ())
+
+
+def _rebuilt(annotation: Any, within: tuple[Any, ...]) -> Any:
+    if typing.is_typeddict(annotation) and type(annotation).__module__ == "typing":
+        # One that contains itself is left to pydantic, whose error says what to do.
+        return annotation if annotation in within else _rebuilt_dict(annotation, within)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if not args or origin in (typing.Literal, collections.abc.Callable):
+        return annotation
+    if origin is typing.Annotated:
+        return typing.Annotated[(_rebuilt(args[0], within), *args[1:])]
+    parts = tuple(_rebuilt(part, within) for part in args)
+    if parts == args:
+        return annotation
+    return typing.Union[parts] if origin is types.UnionType else origin[parts]  # noqa: UP007
+
+
+def _rebuilt_dict(annotation: Any, within: tuple[Any, ...]) -> Any:
+    fields: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(annotation, include_extras=True).items():
+        marked = typing.get_origin(hint) in (typing.Required, typing.NotRequired)
+        kind = _rebuilt(typing.get_args(hint)[0] if marked else hint, (*within, annotation))
+        required = name in annotation.__required_keys__
+        if marked:  # the keys above know nothing of what annotations in quotes say
+            required = typing.get_origin(hint) is typing.Required
+        fields[name] = kind if required else typing.NotRequired[kind]
+    make: Any = typing_extensions.TypedDict
+    made = make(annotation.__name__, fields)
+    for name in ("__module__", "__qualname__", "__doc__", "__pydantic_config__"):
+        if hasattr(annotation, name):
+            setattr(made, name, getattr(annotation, name))
+    return made
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

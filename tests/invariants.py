@@ -147,7 +147,7 @@ _STATE: Mapping[str, str] = {
     """,
 }
 
-# These hold unless somebody laid hands on job rows, or the host refused a job, since the last sweep.
+# These hold unless, since the last sweep, somebody laid hands on jobs or the host refused some.
 _JOBS: Mapping[str, str] = {
     # Counted here in another way than fanout_slot_plan_v1 does: for each time at which an item
     # falls due, the slots queued by then are as many as there are places or items for them.
@@ -214,7 +214,8 @@ _TABLES = (
 def _union(queries: Mapping[str, str]) -> str:
     """Return one statement for all: one snapshot, whatever the isolation level."""
     parts = " UNION ALL ".join(
-        f"SELECT $name${name}$name$ AS name, broken.run_id, to_jsonb(broken) AS row FROM ({query}) broken"
+        f"SELECT $name${name}$name$ AS name, broken.run_id, to_jsonb(broken) AS row"
+        f" FROM ({query}) broken"
         for name, query in queries.items()
     )
     return f"SELECT name, row FROM ({parts}) b WHERE %s::bigint IS NULL OR run_id = %s"

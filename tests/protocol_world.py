@@ -9,9 +9,10 @@ import datetime
 import itertools
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 
@@ -23,7 +24,8 @@ OPEN = ("pending", "processing")
 FINAL = ("succeeded", "failed", "cancelled")
 TABLES = (
     "fanout_runs, fanout_ledgers, fanout_items, fanout_slots, fanout_closes, fanout_callbacks,"
-    " procrastinate_jobs, procrastinate_events, procrastinate_workers, procrastinate_periodic_defers"
+    " procrastinate_jobs, procrastinate_events, procrastinate_workers,"
+    " procrastinate_periodic_defers"
 )
 ERROR = '{"type": "Broken", "message": "out of order"}'
 
@@ -184,6 +186,9 @@ class Callback:
 
 
 class World:
+    # How often what happened, over all worlds: a schedule that never meets a case proves nothing.
+    seen: ClassVar[Counter[str]] = Counter()
+
     def __init__(self, protocol: Clocked) -> None:
         self.p = protocol
         self.renewed = self.now
@@ -221,6 +226,7 @@ class World:
         yield
         for run in self.runs.values():
             if run.sealed and run.open and all(item.final for item in run.items):
+                self.seen["closes"] += 1
                 run.close(run.closing or ("failed" if run.intolerable else "completed"))
             active = len(run.slots)
             run.allowed = max(run.max_in_flight, min(run.allowed, active))
@@ -332,7 +338,7 @@ class World:
 
     def _seal(self, run: Run, fence: int) -> None:
         status = self.p.seal(run.id, fence)
-        if run.fence != fence or run.closing or not run.sealed and run.status != "pending":
+        if run.fence != fence or run.closing or (not run.sealed and run.status != "pending"):
             assert status is None
         elif run.sealed:
             assert status == run.status
@@ -375,7 +381,7 @@ class World:
             again = self.p.manager_fail(run.id, manager.fence, retry_in, charge=charge)
             if run.fence != manager.fence or run.status != "pending":
                 assert again is None
-            elif retry_in is None or charge and failures + 1 >= 3:
+            elif retry_in is None or (charge and failures + 1 >= 3):
                 assert again is False
                 run.close("failed")
             else:
@@ -565,10 +571,12 @@ class World:
         item.claim += entry.outcome == "returned"
         slot.held = None
         slot.last = entry.position, entry.claim
+        self.seen[f"{entry.outcome}: {item.status}"] += 1
         return True
 
     def _stranger(self, run: Run, entry: Entry, reply: Reply) -> None:
         """Judge the verdict for a slot that is over, or somebody else's."""
+        self.seen[f"stranger: {reply.verdict}"] += 1
         if entry.outcome is None:
             assert reply.verdict == "ended"
             return
@@ -586,6 +594,7 @@ class World:
         self, run: Run, slot: Slot, number: int, reply: Reply, before: Row, suspect: bool
     ) -> None:
         """Book what a slot was given: what it had been given already, or something new."""
+        self.seen["given again" if slot.held is not None else reply.verdict] += 1
         if slot.held is not None:
             item = run.items[slot.held]
             assert (reply.verdict, reply.position, reply.claim) == (
@@ -623,6 +632,7 @@ class World:
                 for s in r.slots.values()
                 if s.process is slot.process and s.held is not None
             ), "a process holds one suspect at a time"
+        self.seen["suspects"] += item.crashes > 0
         item.status = "processing"
         item.claim += 1
         slot.held = reply.position
@@ -791,6 +801,7 @@ class World:
         before = self.p.run(run.id)
         callbacks = self._callback_rows(run)
         done = self.p.sweep_run(run.id, LEASE)
+        self.seen.update({f"swept: {name}": n for name, n in done.items()})
         assert "recounted" not in done, f"counters were wrong: {done}"
         gone = {
             number: slot
@@ -828,6 +839,7 @@ class World:
         item.status = "cancelled" if run.closing else "pending"
         if item.crashes >= run.spec["max_crashes"]:
             item.status = "failed"
+        self.seen[f"rescued: {item.status}"] += 1
         return item.status == "failed"
 
     def _swept_manager(self, run: Run, before: Row) -> None:
@@ -876,6 +888,15 @@ class World:
             (run.id, number, slot.epoch) not in known
             for run in self.runs.values()
             for number, slot in run.slots.items()
+        ):
+            return True
+        held = {
+            (c.run, c.generation, c.task) for c in self.callbacks if c.running and c.process.healthy
+        }
+        if any(
+            state == "running" and (run.id, *key) not in held
+            for run in self.runs.values()
+            for key, state in run.callbacks.items()
         ):
             return True
         healthy = [process.worker for process in self.processes if process.healthy]
@@ -951,7 +972,8 @@ class World:
             "SELECT i.run_id, i.position, i.claim, i.failures, i.crashes, i.item_key, CASE"
             " WHEN i.status = 'pending' AND l.stopped THEN 'cancelled' ELSE i.status END AS status"
             " FROM fanout_items i JOIN fanout_runs r ON r.id = i.run_id"
-            " JOIN fanout_ledgers l ON l.run_id = r.id AND l.ledger = i.position %% nullif(r.ledgers, 0)"
+            " JOIN fanout_ledgers l ON l.run_id = r.id"
+            " AND l.ledger = i.position %% nullif(r.ledgers, 0)"
             " ORDER BY i.run_id, i.position"
         )
         wanted = [
@@ -1016,6 +1038,7 @@ class World:
         return left + [f"job {job}" for job in jobs]
 
     def _work_off(self, worker: Process) -> None:
+        """Do what healthy processes do: all that is due, and nothing goes wrong."""
         for run in self.runs.values():
             if run.paused:
                 self.resume(run)
@@ -1023,36 +1046,36 @@ class World:
                 self.stop(run, "failed")
         while sum(loop.process is worker for loop in self.loops) < 6 and self.fetch(worker):
             pass
-        for sending in list(self.sendings):
-            if sending.process.healthy:
-                self.resend(sending, "ok")
-        for manager in list(self.managers):
-            if manager.process.healthy and manager.fence is None:
+        for sending in [s for s in self.sendings if s.process.healthy]:
+            self.resend(sending, "ok")
+        self._attend()
+        for loop in [loop for loop in self.loops if loop.process.healthy]:
+            self._work_on(loop)
+
+    def _attend(self) -> None:
+        for manager in [m for m in self.managers if m.process.healthy]:
+            if manager.fence is None:
                 self.manager_begin(manager)
-            elif manager.process.healthy:
+            else:
                 self.manager_seal(manager, over=True)
-        for callback in list(self.callbacks):
-            if callback.process.healthy and not callback.running:
-                self.callback_begin(callback)
-            elif callback.process.healthy:
+        for callback in [c for c in self.callbacks if c.process.healthy]:
+            if callback.running:
                 self.callback_end(callback, None, None)
-        for loop in list(self.loops):
-            while loop.process.healthy and loop in self.loops:
-                if loop.reply is None:
-                    self.begin(loop, "ok")
-                    continue
-                self.report([loop], [success(loop)], "ok")
-                if loop.reply.verdict == "wait":
-                    break
+            else:
+                self.callback_begin(callback)
+
+    def _work_on(self, loop: Loop) -> None:
+        if loop.reply is None:
+            self.begin(loop, "ok")
+        while loop in self.loops:
+            waits = loop.reply is not None and loop.reply.verdict == "wait"
+            self.report([loop], [outcome(loop, "succeeded")], "ok")
+            if waits:
+                break
 
 
 def seconds(number: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=number)
-
-
-def success(loop: Loop, wish: str = "next") -> Entry:
-    """Return a loop's report of success, or its next pull."""
-    return outcome(loop, "succeeded", wish)
 
 
 def outcome(loop: Loop, name: str, wish: str = "next", retry_in: float | None = None) -> Entry:

@@ -164,7 +164,7 @@ class TestRefusal:
             (bytes, b"\xff", "not UTF-8; annotate them as pydantic.Base64Bytes"),
             (Any, [b"\xff"], "not UTF-8"),
         ],
-        ids=repr,
+        ids=lambda value: repr(value).partition(" at 0x")[0],
     )
     def test_what_does_not_fit_or_cannot_become_json(self, annotation, value, message):
         """A result that its annotation refuses is an error that names the type."""

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import re
+import sys
+import typing
 from typing import Any
 
 import procrastinate
@@ -14,12 +17,14 @@ from fanout_procrastinate import (
     Child,
     ConfigurationError,
     FanOut,
+    InvalidItem,
     InvalidValue,
     ItemContext,
     Manager,
     Run,
     RunKeyConflict,
     SchemaError,
+    codec,
     fanout_child,
     fanout_manager,
 )
@@ -749,3 +754,81 @@ def test_backoff_is_the_documented_one(far: procrastinate.App) -> None:
     manager = fanout_manager(far, child=child, name="lister")(listing)
     assert (manager.options.max_attempts, manager.options.timeout) == (3, 3600.0)
     assert (manager.options.max_in_flight, manager.options.tolerate) == (100, None)
+
+
+# -- TypedDicts of `typing`, which pydantic refuses before Python 3.12
+
+
+class Author(typing.TypedDict):
+    """Who wrote it."""
+
+    name: str
+
+
+class Text(typing.TypedDict, total=False):
+    title: typing.Required[str]
+    authors: "list[Author]"
+    first: Author | None
+    tagged: typing.Annotated[dict[str, Author], "a note"]
+    kind: typing.Literal["book", "paper"]
+
+
+class Reviewed(Text):
+    review: "typing.NotRequired[str]"
+    stars: int
+
+
+class Node(typing.TypedDict):
+    below: "list[Node]"
+
+
+TEXT: dict[str, Any] = {
+    "title": "t",
+    "authors": [{"name": "a"}],
+    "first": None,
+    "tagged": {"x": {"name": "b"}},
+    "kind": "book",
+}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        (Author, {"name": "a"}, {"nome": "a"}),
+        (Text, {"title": "t"}, {"authors": []}),
+        (Text, TEXT, TEXT | {"authors": [{}]}),
+        (Text, TEXT, TEXT | {"first": {}}),
+        (Text, TEXT, TEXT | {"tagged": {"x": {}}}),
+        (Text, TEXT, TEXT | {"kind": "film"}),
+        (Reviewed, {"title": "t", "stars": 3}, {"title": "t", "review": "r"}),
+        (list[Author] | None, [{"name": "a"}], [{}]),
+        (dict[str, list[Text]], {"x": [TEXT]}, {"x": [{}]}),
+        (tuple[Author, ...], [{"name": "a"}], [{}]),
+    ],
+)
+def test_typed_dicts_of_typing(annotation: Any, good: Any, bad: Any) -> None:
+    one = codec.Codec(annotation)
+    assert json.loads(one.dump_item(good)) == good
+    assert json.loads(one.dump_result(good).text) == good
+    with pytest.raises(InvalidValue):
+        one.dump_item(bad)
+    assert one.annotation is annotation
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic takes it from 3.12 on")
+def test_typed_dict_that_contains_itself_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigurationError, match=r"typing_extensions\.TypedDict"):
+        codec.Codec(Node)
+
+
+async def test_typed_dicts_in_a_run(app: procrastinate.App) -> None:
+    @fanout_child(app)
+    def child(item: Text) -> list[Author]:
+        return item["authors"]
+
+    async with serving(app):
+        run = await child.map_async([TEXT, {"title": "t", "authors": []}])
+        assert counts(await finished(run)) == {"succeeded": 2, "total": 2}
+        assert [result async for result in run.results()] == [[{"name": "a"}], []]
+        with pytest.raises(InvalidItem, match="item 0: does not fit Text: title: Field required"):
+            await child.map_async([{"authors": []}])

@@ -30,7 +30,9 @@ from fanout_procrastinate import (
     errors,
     execution,
     fanout_child,
+    forking,
     isolation,
+    processes,
     settings,
 )
 from fanout_procrastinate import isolated as isolated_side
@@ -45,7 +47,7 @@ MEBIBYTE = 2**20
 SOON = 1.0
 """Seconds within which a death must be known."""
 
-Tried = isolation.Message | execution.Raised
+Tried = processes.Message | execution.Raised
 
 
 @dataclasses.dataclass
@@ -83,9 +85,9 @@ def is_there(pid: int) -> bool:
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[isolation.Pool]:
+async def pool() -> AsyncIterator[processes.Pool]:
     """A pool; nothing of it is left after the test."""
-    mine = isolation.Pool()
+    mine = processes.Pool()
     yield mine
     found = []
     for program in programs():
@@ -110,7 +112,7 @@ def request(child: Child[..., Any], deed: Deed | None = None, **changes: Any) ->
 
 
 def attempt(
-    pool: isolation.Pool,
+    pool: processes.Pool,
     child: Child[..., Any],
     deed: Deed | None = None,
     context: Facts | None = None,
@@ -121,7 +123,7 @@ def attempt(
     )
 
 
-async def tried(pool: isolation.Pool, child: Child[..., Any], what: str = "", **facts: Any) -> Any:
+async def tried(pool: processes.Pool, child: Child[..., Any], what: str = "", **facts: Any) -> Any:
     """Have one item worked on, and return its columns, or the exception."""
     timeout = facts.pop("timeout", child.options.timeout)
     deed = Deed(name="one", what=what, **facts)
@@ -129,16 +131,29 @@ async def tried(pool: isolation.Pool, child: Child[..., Any], what: str = "", **
     return end.error if isinstance(end, execution.Raised) else end
 
 
-async def result(pool: isolation.Pool, child: Child[..., Any], what: str = "", **facts: Any) -> Any:
+async def result(pool: processes.Pool, child: Child[..., Any], what: str = "", **facts: Any) -> Any:
     columns = await tried(pool, child, what, **facts)
     assert columns["outcome"] == "succeeded", columns
     return json.loads(columns["result"])
 
 
+EXCEPTIONS = {
+    "permanent": ("failed", "fanout_procrastinate.errors.PermanentError", "raised"),
+    "transient": ("released", "fanout_procrastinate.errors.TransientError", "raised"),
+    "unlucky": ("failed", "tests.apps.isolated.Unlucky", "declared Unlucky"),
+    "stubborn": ("released", "tests.apps.isolated.Stubborn", "status 503"),
+    "value": ("failed", "ValueError", "type ValueError"),
+    "connection": ("released", "ConnectionError", "type ConnectionError"),
+    "exit": ("released", "SystemExit", "default"),
+    "interrupt": ("released", "KeyboardInterrupt", "default"),
+    "cancelled": ("released", "asyncio.exceptions.CancelledError", "default"),
+}
+
+
 class TestOutcomes:
     """What the function makes of its item comes back as text, classed and described over there."""
 
-    async def test_results(self, pool: isolation.Pool) -> None:
+    async def test_results(self, pool: processes.Pool) -> None:
         assert await tried(pool, isolated.act) == {
             "outcome": "succeeded",
             "result": '"one"',
@@ -148,46 +163,26 @@ class TestOutcomes:
         assert (await result(pool, isolated.echo, text="four"))["number"] == 4.0
         assert await result(pool, isolated.act, "pid") != os.getpid()
 
-    @pytest.mark.parametrize(
-        ("what", "outcome", "kind", "rule"),
-        [
-            ("permanent", "failed", "fanout_procrastinate.errors.PermanentError", "raised"),
-            ("transient", "released", "fanout_procrastinate.errors.TransientError", "raised"),
-            ("unlucky", "failed", "tests.apps.isolated.Unlucky", "declared Unlucky"),
-            ("stubborn", "released", "tests.apps.isolated.Stubborn", "status 503"),
-            ("value", "failed", "ValueError", "type ValueError"),
-            ("connection", "released", "ConnectionError", "type ConnectionError"),
-            ("exit", "released", "SystemExit", "default"),
-            ("interrupt", "released", "KeyboardInterrupt", "default"),
-            ("cancelled", "released", "asyncio.exceptions.CancelledError", "default"),
-        ],
-    )
     @pytest.mark.parametrize("child", [isolated.act, isolated.act_async], ids=["sync", "async"])
-    async def test_exceptions(
-        self,
-        pool: isolation.Pool,
-        child: Child[..., Any],
-        what: str,
-        outcome: str,
-        kind: str,
-        rule: str,
-    ) -> None:
-        columns = await tried(pool, child, "raise", text=what)
-        record = json.loads(columns["error"])
-        assert (columns["outcome"], record["type"]) == (outcome, kind)
-        assert record["rule"].startswith(rule)
-        assert "_raise" in record["traceback"]
-        if outcome == "released":
-            assert columns["retry_in"] == 0.05  # asked for, or the backoff's
-        assert await result(pool, child) == "one"
+    async def test_exceptions(self, pool: processes.Pool, child: Child[..., Any]) -> None:
+        pid = await result(pool, child, "pid")
+        for what, (outcome, kind, rule) in EXCEPTIONS.items():
+            columns = await tried(pool, child, "raise", text=what)
+            record = json.loads(columns["error"])
+            assert (columns["outcome"], record["type"]) == (outcome, kind)
+            assert record["rule"].startswith(rule)
+            assert "_raise" in record["traceback"]
+            if outcome == "released":
+                assert columns["retry_in"] == 0.05  # asked for, or the backoff's
+        assert await result(pool, child, "pid") == pid
 
-    async def test_results_that_cannot_be_stored(self, pool: isolation.Pool) -> None:
+    async def test_results_that_cannot_be_stored(self, pool: processes.Pool) -> None:
         for what, number, text in [("object", 0, "cannot become JSON"), ("big", 2e6, "2000002")]:
             columns = await tried(pool, isolated.act, what, number=number)
             assert columns["outcome"] == "failed"
             assert text in json.loads(columns["error"])["message"]
 
-    async def test_an_item_that_no_longer_fits(self, pool: isolation.Pool) -> None:
+    async def test_an_item_that_no_longer_fits(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act, "pid")
         end = await attempt(pool, isolated.act, payload='{"name": 3}').run(timeout=5)
         assert not isinstance(end, execution.Raised)
@@ -196,21 +191,21 @@ class TestOutcomes:
         assert record["message"].startswith("its stored item no longer fits Deed: name:")
         assert await result(pool, isolated.act, "pid") == pid
 
-    async def test_the_last_attempt_fails(self, pool: isolation.Pool) -> None:
+    async def test_the_last_attempt_fails(self, pool: processes.Pool) -> None:
         deed = Deed(name="one", what="raise", text="transient")
         end = await attempt(pool, isolated.act, deed, attempt=2).run(timeout=5)
         assert not isinstance(end, execution.Raised)
         assert end["outcome"] == "failed"
 
     async def test_logs_go_to_stderr(
-        self, pool: isolation.Pool, capfd: pytest.CaptureFixture[str]
+        self, pool: processes.Pool, capfd: pytest.CaptureFixture[str]
     ) -> None:
         await tried(pool, isolated.act, "warn", text="look here")
         assert "look here" in capfd.readouterr().err
 
 
 class TestContext:
-    async def test_what_it_tells(self, pool: isolation.Pool) -> None:
+    async def test_what_it_tells(self, pool: processes.Pool) -> None:
         facts = Facts(stops=True, mine=False)
         end = await attempt(pool, isolated.look, context=facts).run(timeout=5)
         assert not isinstance(end, execution.Raised)
@@ -229,13 +224,17 @@ class TestContext:
 
     @pytest.mark.parametrize("error", [errors.DatabaseError("no answer"), KeyError("odd")])
     async def test_an_answer_that_cannot_be_had(
-        self, pool: isolation.Pool, error: Exception
+        self, pool: processes.Pool, error: Exception
     ) -> None:
         end = await attempt(pool, isolated.look, context=Facts(mine=error)).run(timeout=5)
         assert not isinstance(end, execution.Raised)
         record = json.loads(end["error"])
         assert record["type"] == "fanout_procrastinate.errors.DatabaseError"
         assert (record["message"], record["class"]) == (str(error), "transient")
+
+
+def _with_action(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [line for line in caplog.records if hasattr(line, "action")]
 
 
 class TestDeaths:
@@ -252,7 +251,7 @@ class TestDeaths:
     )
     async def test_death(
         self,
-        pool: isolation.Pool,
+        pool: processes.Pool,
         caplog: pytest.LogCaptureFixture,
         what: str,
         number: float,
@@ -267,7 +266,7 @@ class TestDeaths:
         assert (error.exit_code, error.pid) == (code, pid)
         assert text in str(error)
         assert not is_there(pid)
-        (line,) = [one for one in caplog.records if hasattr(one, "action")]
+        (line,) = _with_action(caplog)
         assert (line.action, line.pid, line.exit_code) == ("child_process_died", pid, code)  # type: ignore[attr-defined]
         assert await result(pool, isolated.act, "pid") != pid
 
@@ -276,7 +275,7 @@ class TestDeaths:
         assert work.failure(ChildProcessDied(-11), 1)["outcome"] == "released"
         assert work.failure(ChildProcessDied(-11), 2)["outcome"] == "failed"
 
-    async def test_neighbours_are_not_disturbed(self, pool: isolation.Pool) -> None:
+    async def test_neighbours_are_not_disturbed(self, pool: processes.Pool) -> None:
         neighbours = [
             asyncio.create_task(result(pool, isolated.act_unhurried, "sleep", number=0.5))
             for _ in range(5)
@@ -286,7 +285,7 @@ class TestDeaths:
         assert await asyncio.gather(*neighbours) == [None] * 5
 
     async def test_one_that_died_while_idle_costs_nobody_an_attempt(
-        self, pool: isolation.Pool
+        self, pool: processes.Pool
     ) -> None:
         for _ in range(3):
             pid = await result(pool, isolated.act, "pid")
@@ -297,11 +296,11 @@ class TestDeaths:
         await wait_until_async(lambda: not is_there(pid))  # as above, but known in time
         assert await result(pool, isolated.act) == "one"
 
-    async def test_damaged_messages_are_a_death(self, pool: isolation.Pool) -> None:
+    async def test_damaged_messages_are_a_death(self, pool: processes.Pool) -> None:
         error = await tried(pool, isolated.act, "scribble")
         assert isinstance(error, ChildProcessDied)
 
-    async def test_the_process_that_forks_is_replaced(self, pool: isolation.Pool) -> None:
+    async def test_the_process_that_forks_is_replaced(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act, "pid")
         call = attempt(pool, isolated.act_unhurried, Deed(name="one", what="sleep", number=30))
         running = asyncio.create_task(call.run(timeout=60))
@@ -316,8 +315,41 @@ class TestDeaths:
         assert await result(pool, isolated.act) == "one"
         assert [one.pid for one in programs()] != [program.pid]
 
+    async def test_the_process_that_forks_dies_at_the_wrong_moment(
+        self, pool: processes.Pool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await tried(pool, isolated.act, "exit")
+        (program,) = programs()
+        program.kill()
+        program.wait()
+        monkeypatch.setattr(processes._Forking, "is_over", lambda _: False)
+        assert await result(pool, isolated.act) == "one"
+
+    async def test_the_process_that_forks_learns_of_the_worker_s_death_by_a_signal(
+        self, pool: processes.Pool
+    ) -> None:
+        """Where something else holds the worker's sockets."""
+        pid = await result(pool, isolated.act, "pid")
+        (program,) = programs()
+        program.send_signal(signal.SIGUSR2)
+        await wait_until_async(lambda: not is_there(pid) and not is_there(program.pid))
+
+    def test_a_fork_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full() -> int:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(os, "fork", full)
+        (ours, control), (talk, their_talk), (life, their_life) = (
+            socket.socketpair() for _ in range(3)
+        )
+        with ours, talk, life, contextlib.closing(forking.Forking(control)) as program:
+            with their_talk, their_life:
+                socket.send_fds(ours, [b"f"], [their_talk.fileno(), their_life.fileno()])
+            program._on_request()
+            assert (talk.recv(1), life.recv(1)) == (b"", b"")
+
     async def test_no_room_for_another(
-        self, pool: isolation.Pool, monkeypatch: pytest.MonkeyPatch
+        self, pool: processes.Pool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(*_: Any) -> Any:
             raise OSError(24, "Too many open files")
@@ -334,7 +366,7 @@ class TestDeaths:
 
 class TestLimits:
     @pytest.mark.parametrize("what", ["spin", "hold the interpreter", "sleep"])
-    async def test_time(self, pool: isolation.Pool, what: str) -> None:
+    async def test_time(self, pool: processes.Pool, what: str) -> None:
         pid = await result(pool, isolated.act, "pid")
         begun = time.monotonic()
         error = await tried(pool, isolated.act, what, number=60, timeout=0.3)
@@ -344,7 +376,7 @@ class TestLimits:
         assert not is_there(pid)
 
     async def test_what_it_has_started_goes_along(
-        self, pool: isolation.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv(journal.VARIABLE, str(tmp_path / "journal"))
         error = await tried(pool, isolated.act, "start others", timeout=0.5)
@@ -353,20 +385,20 @@ class TestLimits:
         assert not is_there(line["other"])
 
     async def test_loading_does_not_count(
-        self, pool: isolation.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         child = written(tmp_path, monkeypatch, "slow_module", "import time; time.sleep(0.5)")
         assert await result(pool, child, timeout=0.4) == "one"
 
     async def test_loading_without_end(
-        self, pool: isolation.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         child = written(tmp_path, monkeypatch, "stuck_module", "import time; time.sleep(60)")
         monkeypatch.setattr(isolation, "READY_SECONDS", 1.0)
         error = await tried(pool, child)
         assert str(error) == "its module and item were not loaded within 1 s"
 
-    async def test_memory(self, pool: isolation.Pool) -> None:
+    async def test_memory(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act, "pid")
         columns = await tried(pool, isolated.act, "allocate")
         record = json.loads(columns["error"])
@@ -374,7 +406,7 @@ class TestLimits:
         assert record["message"] == f"its memory limit of {512 * MEBIBYTE} bytes was reached"
         assert await result(pool, isolated.act, "pid") != pid  # its memory is in pieces
 
-    async def test_memory_limits_are_each_child_s_own(self, pool: isolation.Pool) -> None:
+    async def test_memory_limits_are_each_child_s_own(self, pool: processes.Pool) -> None:
         assert await result(pool, isolated.act, "limit") == 512 * MEBIBYTE
         assert await result(pool, isolated.act_unhurried, "limit") == _own_limit()
         assert len(programs()[0].children()) == 1
@@ -412,7 +444,7 @@ def written(
 
 
 class TestGivingUp:
-    async def test_give_up(self, pool: isolation.Pool) -> None:
+    async def test_give_up(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act_unhurried, "pid")
         call = attempt(pool, isolated.act_unhurried, Deed(name="one", what="sleep", number=60))
         running = asyncio.create_task(call.run(timeout=None))
@@ -424,13 +456,13 @@ class TestGivingUp:
         assert not call.thread_stuck()
         await call.leftover()
 
-    async def test_give_up_before_it_runs(self, pool: isolation.Pool) -> None:
+    async def test_give_up_before_it_runs(self, pool: processes.Pool) -> None:
         call = attempt(pool, isolated.act)
         call.give_up()
         with pytest.raises(execution.Stopped):
             await call.run(timeout=5)
 
-    async def test_cancellation(self, pool: isolation.Pool) -> None:
+    async def test_cancellation(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act_unhurried, "pid")
         call = attempt(pool, isolated.act_unhurried, Deed(name="one", what="spin"))
         running = asyncio.create_task(call.run(timeout=None))
@@ -442,31 +474,31 @@ class TestGivingUp:
 
 
 class TestProcesses:
-    async def test_they_are_used_again(self, pool: isolation.Pool) -> None:
+    async def test_they_are_used_again(self, pool: processes.Pool) -> None:
         assert len({await result(pool, isolated.act, "pid") for _ in range(5)}) == 1
         calls = [result(pool, isolated.act_unhurried, "sleep", number=0.2) for _ in range(4)]
         await asyncio.gather(*calls)
         assert len(programs()[0].children()) == 4
 
-    async def test_they_come_from_a_process_with_one_thread(self, pool: isolation.Pool) -> None:
+    async def test_they_come_from_a_process_with_one_thread(self, pool: processes.Pool) -> None:
         await tried(pool, isolated.act)
         (program,) = programs()
         assert program.num_threads() == 1
         assert program.children()[0].num_threads() == 1
 
     @pytest.mark.skipif(sys.platform != "linux", reason="there is no such score")
-    async def test_they_go_first_where_memory_is_short(self, pool: isolation.Pool) -> None:
+    async def test_they_go_first_where_memory_is_short(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act, "pid")
         assert _oom_score(pid) == min(1000, _oom_score(os.getpid()) + 500)
 
-    async def test_signals_for_the_worker_leave_them_alone(self, pool: isolation.Pool) -> None:
+    async def test_signals_for_the_worker_leave_them_alone(self, pool: processes.Pool) -> None:
         pid = await result(pool, isolated.act, "pid")
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
             programs()[0].send_signal(number)
             assert await result(pool, isolated.act, "pid") == pid
 
-    async def test_close_ends_those_at_work_too(self, pool: isolation.Pool) -> None:
+    async def test_close_ends_those_at_work_too(self, pool: processes.Pool) -> None:
         call = attempt(pool, isolated.act_unhurried, Deed(name="one", what="spin"))
         running = asyncio.create_task(call.run(timeout=None))
         await wait_until_async(lambda: call._begun)
@@ -476,11 +508,11 @@ class TestProcesses:
 
     async def test_one_that_cannot_be_ended_in_time(
         self,
-        pool: isolation.Pool,
+        pool: processes.Pool,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(isolation, "_END_SECONDS", 0.1)
+        monkeypatch.setattr(processes, "_END_SECONDS", 0.1)
         await tried(pool, isolated.act)
         (program,) = programs()
         program.suspend()
@@ -495,7 +527,7 @@ class TestProcesses:
     def test_options_of_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "warnoptions", ["error"])
         monkeypatch.setattr(sys, "_xoptions", {"dev": True, "utf8": "1"})
-        assert isolation._interpreter_options()[-3:] == ["-Werror", "-Xdev", "-Xutf8=1"]
+        assert processes._interpreter_options()[-3:] == ["-Werror", "-Xdev", "-Xutf8=1"]
 
 
 def _oom_score(pid: int) -> int:
@@ -505,13 +537,13 @@ def _oom_score(pid: int) -> int:
 class TestFinding:
     """The child is found again by its module and its name."""
 
-    async def test_under_a_name_that_is_not_the_function_s(self, pool: isolation.Pool) -> None:
+    async def test_under_a_name_that_is_not_the_function_s(self, pool: processes.Pool) -> None:
         assert await result(pool, isolated.renamed) == "one in _plain"
 
-    async def test_inside_a_class(self, pool: isolation.Pool) -> None:
+    async def test_inside_a_class(self, pool: processes.Pool) -> None:
         assert await result(pool, isolated.Inside.inner) == "one"
 
-    async def test_not_at_all(self, pool: isolation.Pool) -> None:
+    async def test_not_at_all(self, pool: processes.Pool) -> None:
         address = dataclasses.asdict(isolated.act.address) | {"name": "another"}  # type: ignore[call-overload]
         end = await attempt(pool, isolated.act, address=address).run(timeout=5)
         assert not isinstance(end, execution.Raised)
@@ -520,7 +552,7 @@ class TestFinding:
         assert "keep what fanout_child returns under a name" in record["message"]
 
     async def test_a_module_that_cannot_be_loaded(
-        self, pool: isolation.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         child = written(tmp_path, monkeypatch, "broken_module", "import nowhere_to_be_found")
         columns = await tried(pool, child)
@@ -530,7 +562,7 @@ class TestFinding:
 
     @pytest.mark.parametrize("how", ["path", "module"])
     async def test_what_the_worker_was_started_as(
-        self, pool: isolation.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
     ) -> None:
         written(tmp_path, monkeypatch, "started", "if __name__ == '__main__': raise SystemExit")
         main = (how, "started" if how == "module" else str(tmp_path / "started.py"))
@@ -543,7 +575,7 @@ class TestFinding:
         assert end["result"] == '"one"'
 
     async def test_django_is_set_up_first(
-        self, pool: isolation.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "django.py").write_text("import os\ndef setup(): os.environ['SET_UP'] = '1'")
         child = written(tmp_path, monkeypatch, "models", "import os; os.environ['SET_UP']")
@@ -656,7 +688,7 @@ def _messages(worker: socket.socket) -> list[Any]:
     found = []
     data = worker.recv(MEBIBYTE)
     while data:
-        (size,) = isolation.HEADER.unpack(data[:4])
+        (size,) = processes.HEADER.unpack(data[:4])
         found.append(json.loads(data[4 : 4 + size]))
         data = data[4 + size :]
     return found

@@ -784,7 +784,7 @@ def test_a_hundred_dead_items_and_ten_sweepers(
 
 @pytest.mark.parametrize("wrong", [0, -1, 1])
 def test_a_missed_close_is_healed_from_the_items(p: Clocked, wrong: int) -> None:
-    """Invariants 1, 4; A08: counters right, one too low, one too high; the second sweep: nothing."""
+    """Invariants 1, 4; A08: counters right, one too low, one too high. Then all is quiet."""
     run = p.stage(4, callbacks=CALLBACKS)
     p.execute("DELETE FROM fanout_slots")
     p.execute("DELETE FROM procrastinate_jobs")
@@ -1242,7 +1242,7 @@ def test_a_host_that_refuses_jobs_undoes_nothing(p: Clocked) -> None:
 
 
 def test_a_run_that_could_move_and_does_not_is_closed(p: Clocked) -> None:
-    """Invariant 5; A12: after `stuck_after` of time that sweeps have seen; nothing hangs for ever."""
+    """Invariant 5; A12: after `stuck_after` of time that sweeps have seen."""
     run = p.stage(3, max_in_flight=1, stuck_after=600.0)
     paused = p.stage(3, stuck_after=600.0)
     later = p.stage(1, stuck_after=600.0)

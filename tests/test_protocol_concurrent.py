@@ -337,9 +337,7 @@ class Hand(Actor):
             how = self.random.choice(
                 [self.app.cancel_job, self.app.retry_job, self.app.retry_job, self.app.delete_job]
             )
-            with contextlib.suppress(
-                psycopg.errors.UniqueViolation, psycopg.errors.RaiseException
-            ):
+            with contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.RaiseException):
                 self.tried(how, job["id"])
         if self.random.random() < 0.1:
             self.tried(self.app.defer, "other")

@@ -49,7 +49,8 @@ def test_parts_have_an_order() -> None:
     *migrations, functions = schema.scripts()
     assert [script.name for script in migrations] == sorted(script.name for script in migrations)
     assert migrations[0].name == "0001_initial"
-    assert functions.name == f"functions-{functions.digest[:16]}"
+    revision = f"{schema.FUNCTIONS_REVISION:04d}"
+    assert functions.name == f"functions-{revision}-{functions.digest[:16]}"
     assert len({script.digest for script in schema.scripts()}) == len(schema.scripts())
 
 
@@ -107,17 +108,38 @@ def test_next_version_applies_only_its_own(
     added = schema.Script(name="0099_more", text="CREATE TABLE fanout_more (x integer)")
     newer = dataclasses.replace(
         functions,
-        name="functions-newer",
+        name="functions-9999-newer",
         text=functions.text + "CREATE FUNCTION fanout_more_v1() RETURNS integer"
         " LANGUAGE sql AS 'SELECT 1';",
     )
     old = schema.scripts
     monkeypatch.setattr(schema, "scripts", lambda: (*migrations, added, newer))
-    assert schema.missing(bare) == ["0099_more", "functions-newer"]
-    assert schema.apply(bare) == ["0099_more", "functions-newer"]
+    assert schema.missing(bare) == ["0099_more", "functions-9999-newer"]
+    assert schema.apply(bare) == ["0099_more", "functions-9999-newer"]
     assert bare.execute("SELECT fanout_more_v1()").fetchall() == [(1,)]
     monkeypatch.setattr(schema, "scripts", old)
     assert schema.missing(bare) == []
+
+
+def test_older_functions_never_replace_newer_ones(
+    bare: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older library that applies its schema after a newer one leaves the functions alone."""
+    *migrations, functions = schema.scripts()
+    newer = dataclasses.replace(functions, name="functions-9999-newer")
+    old = schema.scripts
+    monkeypatch.setattr(schema, "scripts", lambda: (*migrations, newer))
+    schema.apply(bare)
+    bare.execute(
+        "CREATE OR REPLACE FUNCTION fanout_notify_v1(p_event jsonb) RETURNS void"
+        " LANGUAGE sql AS 'SELECT NULL::void /* newer */'"
+    )
+    monkeypatch.setattr(schema, "scripts", old)
+    assert schema.missing(bare) == [] == schema.apply(bare)
+    row = bare.execute(
+        "SELECT prosrc LIKE '%newer%' FROM pg_proc WHERE proname = 'fanout_notify_v1'"
+    ).fetchone()
+    assert row == (True,)
 
 
 def test_failure_leaves_nothing_behind(

@@ -67,7 +67,7 @@ class Later:
         functools.partial(with_context, None),
         lambda item: item,
     ],
-    ids=repr,
+    ids=range(12),
 )
 def test_one_item(function):
     check_child_signature(function, False)
@@ -122,7 +122,7 @@ def test_wrong_shapes(function, pass_context, remedy):
 @pytest.mark.parametrize(
     "function",
     [typed, wrapping(typed), Callable(), Callable().method, functools.partial(typed)],
-    ids=repr,
+    ids=range(5),
 )
 def test_names_defined_later_are_found(function):
     assert signatures.item_annotation(function, False, None) is Later

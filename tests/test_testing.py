@@ -26,6 +26,7 @@ from fanout_procrastinate import (
 from fanout_procrastinate.testing import drain, drain_async, run_inline, run_inline_async
 from tests import invariants
 from tests.conftest import Connection
+from tests.waiting import wait_until
 
 
 class Paper(pydantic.BaseModel):
@@ -118,15 +119,20 @@ def test_drain_works_until_nothing_is_due(app: procrastinate.App, conn: Connecti
 
 def test_drain_leaves_nothing(app: procrastinate.App, conn: Connection) -> None:
     declared = declare(app)
+    connected = (
+        "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database()"
+        " AND application_name = 'drained'"
+    )
+    connector = app.connector
     with app.open():
         declared.papers.defer(names=["a", "b"])
-        drain(app)
-        others = "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database()"
-        before = conn.execute(others).fetchone()
-    assert before is not None
-    assert before["n"] <= 1 + 4, "ours, and the app's own pool"
+        conninfo = conn.info.dsn + " application_name=drained"
+        with app.replace_connector(procrastinate.PsycopgConnector(conninfo=conninfo)):
+            drain(app)
+    wait_until(lambda: conn.execute(connected).fetchone() == {"n": 0})
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fanout")]
-    assert app.connector is app.job_manager.connector
+    assert app.connector is app.job_manager.connector is connector
+    assert len(app.periodic_registry.periodic_tasks) == 2
 
 
 def test_drain_on_a_sync_connector(dsn: str) -> None:

@@ -18,10 +18,10 @@ import procrastinate
 from fanout_procrastinate import (
     child,
     context,
-    declare,
     errors,
     execution,
     fanout,
+    managers,
     models,
     sanitise,
     settings,
@@ -53,7 +53,7 @@ class InlineProgress(models.Progress):
         return models.Progress(**{name: getattr(self, name) for name in names}).as_dict()
 
 
-def run_inline(manager: declare.Manager[..., Any], **args: Any) -> InlineProgress:
+def run_inline(manager: managers.Manager[..., Any], **args: Any) -> InlineProgress:
     """Run a manager and its children one after the other in this thread, without a database.
 
     Items and results are checked and serialised as for a real run, and errors are classed and
@@ -93,7 +93,7 @@ def run_inline(manager: declare.Manager[..., Any], **args: Any) -> InlineProgres
     return inline.progress()
 
 
-async def run_inline_async(manager: declare.Manager[..., Any], **args: Any) -> InlineProgress:
+async def run_inline_async(manager: managers.Manager[..., Any], **args: Any) -> InlineProgress:
     """Run a manager and its children one after the other; otherwise like `run_inline`.
 
     Sync children run in threads, as in a worker.
@@ -132,7 +132,7 @@ async def _collected(listed: Any) -> list[Any]:
 class _Inline:
     """The run itself, whoever calls the functions."""
 
-    def __init__(self, manager: declare.Manager[..., Any], args: Mapping[str, Any]) -> None:
+    def __init__(self, manager: managers.Manager[..., Any], args: Mapping[str, Any]) -> None:
         inspect.signature(manager.function).bind(**args)
         self.manager = manager
         self.args: dict[str, Any] = json.loads(sanitise.to_json(dict(args)))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fanout_procrastinate import Run
 from tests.acceptance.scene import Scene
 from tests.apps import scripted
 from tests.apps.scripted import Step
@@ -57,16 +58,11 @@ def _watch(scene: Scene, run_id: int) -> list[dict[str, Any]]:
 
 def test_waiting_for_a_retry_is_not_finished(scene: Scene) -> None:
     """A16: released items are pending until they run again; the run stays open for them."""
-    steps = [Step(name=str(n), fails=2 if n in (2, 4) else 0, retry_in=0.7) for n in range(1, 6)]
+    steps = [Step(name=str(n), fails=2 if n in (2, 4) else 0, retry_in=1.2) for n in range(1, 6)]
     scene.worker()
     run = scene.steps(steps)
     for failures in (1, 2):
-        wait_until(
-            lambda: (
-                [row["failures"] for row in scene.items(run).values()].count(failures) == 2  # noqa: B023
-                and run.progress().waiting == 2
-            )
-        )
+        wait_until(lambda: _is_between_tries(scene, run, failures))  # noqa: B023 - called here
         progress = run.progress()
         assert (progress.status, progress.done, progress.processing) == ("processing", 3, 0)
         items = scene.items(run)
@@ -81,6 +77,12 @@ def test_waiting_for_a_retry_is_not_finished(scene: Scene) -> None:
     scene.assert_closed_once(run, succeeded=5)
     assert [item.attempts for item in run.items()] == [1, TRIES, 1, TRIES, 1]
     assert len(scene.jobs("closed")) == 1
+
+
+def _is_between_tries(scene: Scene, run: Run, failures: int) -> bool:
+    failed = [row["failures"] for row in scene.items(run).values()]
+    progress = run.progress()
+    return failed.count(failures) == progress.waiting == 2 and progress.done == 3
 
 
 def test_what_is_due_soon_does_not_wait_for_what_is_due_later(scene: Scene) -> None:
@@ -106,7 +108,7 @@ def test_what_is_due_soon_does_not_wait_for_what_is_due_later(scene: Scene) -> N
         late = second["at"] - first["at"] - wait
         assert 0 <= late < POLL_SECONDS + 1.5, f"in {wait} s, {limit} in flight: {late} s late"
         if wait < 10:
-            assert late < 1.5, "an active slot waits for what is due within 10 s"
+            assert late < 2.0, "an active slot waits for what is due within 10 s"
         run.cancel()
         scene.assert_closed_once(run, status="cancelled", succeeded=1, cancelled=1)
 

@@ -8,6 +8,7 @@ import pytest
 from fanout_procrastinate import Run
 from tests.acceptance.scene import Scene
 from tests.apps.scripted import Step
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.acceptance
 
@@ -19,11 +20,9 @@ def _assert_charged_nothing(scene: Scene, run: Run) -> None:
 
 def test_a_stopping_worker_ends_its_items_and_takes_no_more(scene: Scene) -> None:
     """C11, invariant 2: SIGTERM; running items end, slots pull no more, another worker goes on."""
-    stopped = scene.worker()
-    steps = [Step(name=str(number), sleep=0.5) for number in range(40)]
-    run = scene.steps(steps)
-    scene.wait_done(run, 4)
-    other = scene.worker()
+    stopped, other = scene.worker(), scene.worker()
+    run = scene.steps(Step(name=str(number), sleep=0.5) for number in range(40))
+    wait_until(lambda: len({line["pid"] for line in scene.log.read("end", run=run.id)}) == 2)
     stopped.kill(signal.SIGTERM)
     told = time.time()
     assert stopped.wait() == 0
@@ -32,11 +31,11 @@ def test_a_stopping_worker_ends_its_items_and_takes_no_more(scene: Scene) -> Non
     scene.assert_closed_once(run, succeeded=40)
     _assert_charged_nothing(scene, run)
     assert set(scene.starts(run).values()) == {1}
-    begun_late = [
-        line for line in scene.log.read("start", pid=stopped.pid) if line["at"] > told + 0.1
-    ]
-    assert not begun_late
+    # An answer that was on its way may still have brought an item; nobody asked for more.
+    begun = [line["at"] - told for line in scene.log.read("start", pid=stopped.pid)]
+    assert max(begun) < 1.0
     assert len(scene.log.read("end", pid=other.pid)) > 20
+    assert len(scene.log.read("end", pid=stopped.pid)) < 20
 
 
 def test_items_beyond_the_grace_are_given_back_at_no_charge(scene: Scene) -> None:

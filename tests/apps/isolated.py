@@ -107,7 +107,7 @@ def _warn(deed: Deed) -> None:
 
 def _scribble(deed: Deed) -> None:
     """Write into whatever is open, as damaged memory may do."""
-    for descriptor in range(3, 20):
+    for descriptor in range(3, 100):
         with contextlib.suppress(OSError):
             os.write(descriptor, b"\0\0\0\7garbage")
     os._exit(1)

@@ -1,6 +1,7 @@
 """`python -m tests.chaos --seconds 60 --seed 1`: one round, its figures and its verdict."""
 
 import argparse
+import logging
 import secrets
 import shutil
 import sys
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = ROOT / "build/chaos" / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}"
     folder.mkdir(parents=True)
     print(f"{given.seconds:g} s of faults, seed {seed}; logs in {folder}", flush=True)
+    logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # the server goes away all the time
     options = Options(seconds=given.seconds, seed=seed, folder=folder)
     result = Round(options, _silent if given.quiet else _say).run()
     print(report(result, seed), flush=True)

@@ -1,5 +1,6 @@
 """The worker processes of a round: each place is filled again as soon as its worker has ended."""
 
+import dataclasses
 import random
 import signal
 import threading
@@ -23,6 +24,19 @@ END_SECONDS = 60.0
 """A worker asked to stop has to be gone by then."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class Life:
+    """One worker's life; times are the clock's, in seconds."""
+
+    pid: int
+    began: float
+    ended: float | None = None
+    how: str = ""
+    """What ended it."""
+    stops: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """When it was stopped, and when it was woken again."""
+
+
 class Berth:
     """One place for a worker, and the one in it."""
 
@@ -30,6 +44,7 @@ class Berth:
         self.number = number
         self.dice = dice
         self.worker: Worker | None = None
+        self.life: Life | None = None
         self.started = 0
         self.stopped = False
         """By SIGSTOP."""
@@ -58,7 +73,7 @@ class Crew:
         ]
         self.ends: Counter[str] = Counter()
         self.stuck: list[str] = []
-        self.pids: set[int] = set()
+        self.lives: list[Life] = []
         self._lock = threading.RLock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="chaos-crew", daemon=True)
@@ -80,14 +95,16 @@ class Crew:
     def freeze(self, berth: Berth, seconds: float) -> bool:
         """Stop the worker for a time, and wake it."""
         with self._lock:
-            worker = berth.worker
-            if worker is None or berth.stopped or not worker.is_running():
+            worker, life = berth.worker, berth.life
+            if worker is None or life is None or berth.stopped or not worker.is_running():
                 return False
             worker.kill(signal.SIGSTOP)
             berth.stopped = True
+        began = time.time()
         time.sleep(seconds)
         with self._lock:
             worker.kill(signal.SIGCONT)
+            life.stops.append((began, time.time()))
             if berth.worker is worker:
                 berth.stopped = False
         return True
@@ -134,7 +151,8 @@ class Crew:
     def _ended(self, berth: Berth, timeout: float) -> None:
         """Note how a worker ended, keep its log, and make its place free."""
         worker = berth.worker
-        if worker is None:
+        life = berth.life
+        if worker is None or life is None:
             return
         try:
             code = worker.wait(timeout)
@@ -145,9 +163,11 @@ class Crew:
             worker.kill(signal.SIGKILL)
             code = worker.wait()
         took_along = code == chaos_app.EXIT_CODE
-        self.ends["taken along" if took_along else berth.how or f"by itself ({code})"] += 1
+        life.how = "taken along" if took_along else berth.how or f"by itself ({code})"
+        life.ended = time.time()
+        self.ends[life.how] += 1
         (self._folder / f"worker-{berth.number}-{berth.started}-{worker.pid}.log").write_text(
-            worker.output() + f"\nended with {code}, {berth.how or 'by itself'}\n"
+            worker.output() + f"\n{life}, ended with {code}\n"
         )
         worker.close()
         berth.worker = None
@@ -166,7 +186,8 @@ class Crew:
             arguments=arguments,
             env={**self._env, **_LOGGED},
         )
-        self.pids.add(berth.worker.pid)
+        berth.life = Life(pid=berth.worker.pid, began=time.time())
+        self.lives.append(berth.life)
         berth.started += 1
         berth.stopped = False
         berth.wanted_since = None

@@ -74,11 +74,10 @@ class Round:
 
     def run(self) -> Result:
         """Do it all."""
-        with Stage() as stage, opened(stage), chaos_app.app.open():
+        with Stage() as stage, opened(stage):
             try:
                 return self._run(stage)
             finally:
-                chaos_app.fanout.close()
                 log = self._options.folder / "server.log"
                 log.write_text(stage.server_log())
 

@@ -1,10 +1,13 @@
 """The runs of a round: so many are open at any time; and what operators do to them."""
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import procrastinate
+import psycopg_pool
 
 from fanout_procrastinate import Run
 from tests.chaos import app as chaos_app
@@ -75,7 +78,14 @@ class Workload:
         self.runs[run.id] = spec
 
 
-def opened(stage: Stage) -> Any:
-    """Open the harness's own app on the database, straight."""
-    connector = procrastinate.SyncPsycopgConnector(conninfo=stage.dsn, min_size=1, max_size=8)
-    return chaos_app.app.replace_connector(connector)
+@contextlib.contextmanager
+def opened(stage: Stage) -> Iterator[None]:
+    """Open the harness's own app on the database, straight, with a new connection for each call."""
+    app = chaos_app.app
+    with (
+        psycopg_pool.NullConnectionPool(stage.dsn, open=True, max_size=20) as pool,
+        app.replace_connector(procrastinate.SyncPsycopgConnector()),
+        app.open(pool),
+    ):
+        yield
+        chaos_app.fanout.close()

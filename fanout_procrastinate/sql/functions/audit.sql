@@ -1,9 +1,9 @@
 -- The audit: what contradicts the design's invariants, one row each, read from the tables anew.
 --
--- It reads only and takes no lock. Every function is STABLE: all that one call reads is its caller's
--- one snapshot, and as each step of the protocol is one transaction, no row can be about a moment
--- in between. Only the host's job rows change in transactions of the host's own: what is said of
--- them is given the time that two sweeps take, and the caller looks twice.
+-- It reads only and locks no row. Every function is STABLE: all that one call reads is of its
+-- caller's one snapshot, and as each step of the protocol is one transaction, no finding is of a
+-- moment in between. Only the host's job rows change in transactions of the host's own: what is
+-- said of them is given the time that two sweeps take, and the caller looks twice.
 --
 -- Each row: the kind, what it is about, a sentence, and whether the sweep repairs it.
 
@@ -26,8 +26,9 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- How many items ledger p_ledger of p_ledgers owns.
-CREATE OR REPLACE FUNCTION fanout_audit_share_v1(p_total bigint, p_ledger integer, p_ledgers integer)
-RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
+CREATE OR REPLACE FUNCTION fanout_audit_share_v1(
+    p_total bigint, p_ledger integer, p_ledgers integer
+) RETURNS bigint LANGUAGE sql IMMUTABLE AS $$
     SELECT (p_total - p_ledger + p_ledgers - 1) / p_ledgers
 $$;
 
@@ -44,7 +45,8 @@ BEGIN
     FROM fanout_ledgers WHERE run_id = r.id;
     IF s.ledgers <> r.ledgers OR (s.ledgers > 0) <> (r.sealed_at IS NOT NULL AND r.staged > 0) THEN
         RETURN QUERY SELECT 'ledgers', 'run', format(
-            'a run of %s items has %s ledgers; there are %s', r.staged, r.ledgers, s.ledgers), false;
+            'a run of %s items has %s ledgers; there are %s',
+            r.staged, r.ledgers, s.ledgers), false;
         RETURN;
     ELSIF r.sealed_at IS NULL OR s.ledgers = 0 THEN
         RETURN;
@@ -370,7 +372,8 @@ BEGIN
                 array_agg(i.position) FILTER (WHERE o.odd IS NOT NULL) AS positions
             FROM fanout_items i
             CROSS JOIN LATERAL (
-                SELECT (i.position % r.ledgers)::integer + 1 AS ledger, i.position / r.ledgers AS nth
+                SELECT (i.position % r.ledgers)::integer + 1 AS ledger,
+                    i.position / r.ledgers AS nth
             ) p
             CROSS JOIN LATERAL (
                 SELECT p.ledger, CASE
