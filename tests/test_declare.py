@@ -146,7 +146,7 @@ def test_child_of_a_blueprint_of_another_app_is_refused_at_the_start(
     with pytest.raises(ConfigurationError, match="no app has"):
         manager.configure()
     unconnected().add_tasks_from(blueprint, namespace="x")
-    with pytest.raises(ConfigurationError, match="different apps"):
+    with pytest.raises(ConfigurationError, match="belongs to another app"):
         manager.configure()
 
 

@@ -1408,3 +1408,17 @@ def test_json_of_a_reply_is_what_was_staged(p: Clocked) -> None:
         {"path": "ä/0.pdf", "n": 0},
         {"path": "ä/1.pdf", "n": 1},
     ]
+
+
+def test_jobs_that_fail_before_they_begin_end_as_stuck(p: Clocked) -> None:
+    """Case A12: a task that no worker knows is dealt again, but not for ever; the reason says so."""
+    run = p.stage(3, max_in_flight=2, stuck_after=60.0)
+    for _ in range(4):
+        while job := p.fetch(p.worker()):
+            p.finish(job["id"], "failed")
+        p.advance(25.0)
+        assert len(p.slots(run)) <= 2
+        p.sweep()
+    assert p.run(run)["status"] == "failed"
+    assert "before they begin: is the task child known" in p.run(run)["reason"]
+    assert p.counts(run)["cancelled"] == 3

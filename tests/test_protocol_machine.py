@@ -24,7 +24,7 @@ from tests.protocol import Clocked, Entry, callback
 from tests.protocol_world import Loop, Process, Run, World
 
 STEPS = int(os.environ.get("FANOUT_TEST_STEPS", "6000"))
-STEPS_PER_EXAMPLE = 60
+STEPS_PER_EXAMPLE = 100
 FATES = st.sampled_from(["ok"] * 6 + ["lost before", "lost after"])
 WISHES = st.sampled_from(["next"] * 6 + ["slice"] * 2 + ["end"])
 OUTCOMES = st.sampled_from(["succeeded"] * 5 + ["failed"] * 3 + ["released"] * 4 + ["returned"])
@@ -87,11 +87,15 @@ class Machine(RuleBasedStateMachine):
 
     # -- runs
 
-    @initialize(items=st.integers(1, 10), limit=st.integers(1, 5))
-    def first(self, items: int, limit: int) -> None:
+    @initialize(items=st.integers(1, 12), limit=st.integers(1, 6), jobs=st.integers(0, 4))
+    def first(self, items: int, limit: int, jobs: int) -> None:
         self.world.start(
             manager=False, items=items, max_in_flight=limit, callbacks=CALLBACKS, max_crashes=3
         )
+        for _ in range(jobs):
+            self.world.fetch(self.world.processes[0])
+        for loop in self.fetched():
+            self.world.begin(loop, "ok")
 
     @precondition(lambda self: len(self.world.runs) < 3)
     @rule(
@@ -167,6 +171,11 @@ class Machine(RuleBasedStateMachine):
     def begin(self, data: Any, fate: str) -> None:
         self.world.begin(data.draw(st.sampled_from(self.fetched())), fate)
 
+    def _reports(self, data: Any, times: int) -> None:
+        for _ in range(times):
+            if self.at_work():
+                self._report(data, "ok")
+
     def _report(self, data: Any, fate: str) -> None:
         first = data.draw(st.sampled_from(self.at_work()))
         together = [
@@ -186,14 +195,14 @@ class Machine(RuleBasedStateMachine):
         return protocol_world.outcome(loop, name, data.draw(WISHES), retry_in)
 
     @precondition(lambda self: self.at_work())
-    @rule(data=st.data())
-    def report(self, data: Any) -> None:
-        self._report(data, "ok")
+    @rule(data=st.data(), times=st.integers(1, 8))
+    def report(self, data: Any, times: int) -> None:
+        self._reports(data, times)
 
     @precondition(lambda self: self.at_work())
-    @rule(data=st.data())
-    def report_once_more(self, data: Any) -> None:
-        self._report(data, "ok")
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def report_some_more(self, data: Any, times: int) -> None:
+        self._reports(data, times)
 
     @precondition(lambda self: self.at_work())
     @rule(data=st.data(), fate=FATES)
@@ -314,7 +323,7 @@ def test_random_schedules_keep_every_invariant(clocked: Clocked) -> None:
     run_state_machine_as_test(
         Machine,
         settings=hypothesis.settings(
-            max_examples=max(1, STEPS // STEPS_PER_EXAMPLE),
+            max_examples=max(1, STEPS // 150),
             stateful_step_count=STEPS_PER_EXAMPLE,
             deadline=None,
             print_blob=True,

@@ -48,6 +48,17 @@ def test_a_blocked_event_loop_delays_nobody_and_costs_no_crash(scene: Scene) -> 
         assert "lost" not in worker.output()
 
 
+def test_a_slot_is_renewed_from_its_begin_on(scene: Scene) -> None:
+    """C05, invariant 5: the loop is blocked beyond a lease while other slots have just begun."""
+    scene.worker(lease=1.0, queues="lane")
+    scene.worker(lease=1.0)  # sweeps
+    run = scene.steps((Step(name=str(n), blocks=1.6) for n in range(3)), queue="lane")
+    run.wait(timeout=20)
+    scene.assert_closed_once(run, succeeded=3)
+    assert set(scene.starts(run).values()) == {1}
+    assert {row["crashes"] for row in scene.items(run).values()} == {0}
+
+
 @pytest.mark.database_settings(idle_in_transaction_session_timeout="1s")
 def test_no_transaction_stays_open_while_children_sleep(scene: Scene) -> None:
     """D11: 10 children sleep 3 s; no session is idle in a transaction meanwhile."""

@@ -12,14 +12,18 @@
 CREATE OR REPLACE FUNCTION fanout_audit_recounted_v1(p_run bigint) RETURNS boolean
 LANGUAGE sql STABLE AS $$
     SELECT r.status = 'processing' AND r.ledgers = l.ledgers
-        AND (l.working <> s.held OR l.odd OR l.open <> r.open_ledgers)
+        AND (l.working <> s.held OR l.odd OR l.open <> r.open_ledgers OR l.size <> r.total)
     FROM fanout_runs r
     CROSS JOIN LATERAL (
         SELECT count(*) AS ledgers, count(*) FILTER (WHERE open) AS open,
             sum(cursor - waiting - succeeded - failed - cancelled) AS working,
+            sum(size) AS size,
             bool_or(cursor > size OR least(waiting, succeeded, failed, cancelled) < 0
-                OR open <> (succeeded + failed + cancelled < size)) AS odd
-        FROM fanout_ledgers WHERE run_id = r.id) l
+                OR open <> (succeeded + failed + cancelled < size)
+                OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
+                    WHERE i.run_id = g.run_id AND i.ledger = g.ledger
+                    AND i.due IS NOT NULL)) AS odd
+        FROM fanout_ledgers g WHERE run_id = r.id) l
     CROSS JOIN LATERAL (
         SELECT count(held) AS held FROM fanout_slots WHERE run_id = r.id AND active) s
     WHERE r.id = p_run
@@ -137,7 +141,7 @@ BEGIN
     ORDER BY s.slot LIMIT 100)
     UNION ALL
     SELECT 'over_limit', 'run', format(
-        '%s slots are active; %s may be', v_active, r.max_in_flight + r.surplus), false
+        '%s slots are active; %s may be', v_active, r.max_in_flight + r.surplus), true
     WHERE v_active > r.max_in_flight + r.surplus
     UNION ALL
     -- Whatever moves in a run deals what is missing; then it is for the next sweep.

@@ -19,7 +19,8 @@ BEGIN
         SELECT FROM fanout_ledgers WHERE run_id = p_run ORDER BY ledger FOR NO KEY UPDATE
     ) locked;
     SELECT * INTO r FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
-    IF r.ledgers <> v_locked THEN
+    -- Ledgers that are missing although some are there are damage, and no reason to try again.
+    IF r.ledgers > 0 AND v_locked = 0 THEN
         RAISE EXCEPTION 'run % was sealed meanwhile', p_run USING ERRCODE = '40001';
     END IF;
     RETURN r;
@@ -328,7 +329,7 @@ BEGIN
     UPDATE fanout_runs
     SET status = p_status, reason = p_reason, closed_at = clock_timestamp(), closing = NULL,
         paused = false, aborting = false, surplus = 0, total = coalesce(total, 0),
-        open_ledgers = 0, idle_seconds = 0, idle_seen_at = NULL,
+        open_ledgers = 0, idle_seconds = 0, idle_seen_at = NULL, refused = false,
         untidy_from = CASE WHEN sealed_at IS NULL AND staged > 0 THEN 0 ELSE untidy_from END,
         started_at = coalesce(started_at, clock_timestamp())
     WHERE id = p_run AND status IN ('pending', 'processing')

@@ -100,19 +100,28 @@ BEGIN
         WHERE r.id IS NULL
         UNION ALL
         -- What the ledgers say is at work is exactly what the slots hold; a complete ledger is not
-        -- open; an open run has an open ledger. Both sides come from one snapshot.
+        -- open; an open run has an open ledger; sizes add up to the total; where items wait, one has
+        -- a due time, or nobody would ever find them. Both sides come from one snapshot.
         SELECT r.id, 'counters' FROM fanout_runs r
         CROSS JOIN LATERAL (
             SELECT coalesce(sum(cursor - waiting - succeeded - failed - cancelled), 0) AS working,
                 coalesce(bool_or(open <> (succeeded + failed + cancelled < size)
-                    OR cursor > size OR least(waiting, succeeded, failed, cancelled) < 0), false)
-                    AS odd,
+                    OR cursor > size OR least(waiting, succeeded, failed, cancelled) < 0
+                    OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
+                        WHERE i.run_id = g.run_id AND i.ledger = g.ledger
+                        AND i.due IS NOT NULL)), false) AS odd,
+                coalesce(sum(size), 0) AS size,
                 count(*) FILTER (WHERE open) AS open, count(*) AS ledgers
-            FROM fanout_ledgers WHERE run_id = r.id) l
+            FROM fanout_ledgers g WHERE run_id = r.id) l
         CROSS JOIN LATERAL (
             SELECT count(held) AS held FROM fanout_slots WHERE run_id = r.id AND active) s
         WHERE r.status = 'processing' AND (l.working <> s.held OR l.odd
-            OR l.open <> r.open_ledgers OR l.open = 0 OR l.ledgers <> r.ledgers)
+            OR l.open <> r.open_ledgers OR l.open = 0 OR l.ledgers <> r.ledgers
+            OR l.size <> r.total)
+        UNION ALL
+        SELECT r.id, 'over limit' FROM fanout_runs r
+        WHERE r.status = 'processing' AND r.max_in_flight + r.surplus < (
+            SELECT count(*) FROM fanout_slots s WHERE s.run_id = r.id AND s.active)
         UNION ALL
         SELECT r.id, 'missing slot' FROM fanout_runs r
         WHERE r.status = 'processing' AND EXISTS (SELECT FROM fanout_slot_plan_v1(r.id))
@@ -137,14 +146,18 @@ BEGIN
             OR c.state = 'owed' AND fanout_job_lost_v1(c.job_id, p_lease) IS NOT NULL
         UNION ALL
         SELECT r.id, 'stray job' FROM fanout_runs r
-        JOIN procrastinate_jobs j ON j.status = 'todo' AND j.queueing_lock = ANY (ARRAY(
-            SELECT 'fanout_child:' || r.id || ':' || n
-            FROM generate_series(0, least(r.max_in_flight, 1000) + 63) n))
+        -- The numbers in use and some beyond: one look into the index of waiting locks for each.
+        CROSS JOIN LATERAL generate_series(0, 16 + coalesce((
+            SELECT max(s.slot) FROM fanout_slots s WHERE s.run_id = r.id), 0)) n
+        JOIN procrastinate_jobs j ON j.status = 'todo'
+            AND j.queueing_lock = 'fanout_child:' || r.id || ':' || n
         WHERE r.status = 'processing' AND NOT EXISTS (
             SELECT FROM fanout_slots s WHERE s.run_id = r.id AND s.job_id = j.id)
         UNION ALL
         SELECT r.id, 'stuck' FROM fanout_runs r
         WHERE r.status IN ('pending', 'processing') AND r.idle_seconds > 0
+            AND (NOT r.refused OR r.paused OR EXISTS (
+                SELECT FROM fanout_slots s WHERE s.run_id = r.id AND s.active))
     ) f
     GROUP BY f.run_id ORDER BY f.run_id LIMIT p_limit;
 END;
@@ -285,6 +298,7 @@ DECLARE
     v_silent timestamptz;
     v_second timestamptz;
     v_done jsonb := '{}';
+    v_refused boolean := false;
     v_count bigint;
     v_reason text;
     v_outcome text;
@@ -333,9 +347,12 @@ BEGIN
     END LOOP;
 
     -- Queued slots whose job will never begin.
-    FOR s IN SELECT slot, job_id FROM fanout_slots
+    FOR s IN SELECT slot, job_id, fanout_job_lost_v1(job_id, p_lease) AS reason
+        FROM fanout_slots
         WHERE run_id = p_run AND NOT active AND fanout_job_lost_v1(job_id, p_lease) IS NOT NULL
         ORDER BY slot LOOP
+        -- Not a death: the job itself ended before it could begin, and so may the next one.
+        v_refused := v_refused OR s.reason = 'failed';
         PERFORM fanout_fail_job_v1(s.job_id);
         DELETE FROM fanout_slots WHERE run_id = p_run AND slot = s.slot;
         v_done := v_done || jsonb_build_object(
@@ -346,7 +363,8 @@ BEGIN
     FOR s IN SELECT j.id FROM procrastinate_jobs j
         WHERE j.status = 'todo' AND j.queueing_lock = ANY (ARRAY(
                 SELECT 'fanout_child:' || p_run || ':' || n
-                FROM generate_series(0, least(coalesce(r.max_in_flight, 0), 1000) + 63) n))
+                FROM generate_series(0, 16 + coalesce((
+                    SELECT max(slot) FROM fanout_slots WHERE run_id = p_run), 0)) n))
             AND NOT EXISTS (SELECT FROM fanout_slots WHERE run_id = p_run AND job_id = j.id)
         ORDER BY j.id LOOP
         PERFORM fanout_cancel_job_v1(s.id);
@@ -359,7 +377,10 @@ BEGIN
         SELECT sum(cursor - waiting - succeeded - failed - cancelled) INTO v_count
         FROM fanout_ledgers WHERE run_id = p_run;
         IF v_count <> (SELECT count(held) FROM fanout_slots WHERE run_id = p_run AND active)
-                OR EXISTS (SELECT FROM fanout_ledgers WHERE run_id = p_run AND (cursor > size
+                OR r.total <> (SELECT sum(size) FROM fanout_ledgers WHERE run_id = p_run)
+                OR EXISTS (SELECT FROM fanout_ledgers g WHERE run_id = p_run AND (cursor > size
+                    OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
+                        WHERE i.run_id = p_run AND i.ledger = g.ledger AND i.due IS NOT NULL)
                     OR least(waiting, succeeded, failed, cancelled) < 0
                     OR open <> (succeeded + failed + cancelled < size)))
                 OR r.open_ledgers <> (
@@ -420,13 +441,13 @@ BEGIN
     END IF;
 
     IF r.status = 'processing' THEN
-        -- Rescued slots need not end any more.
+        -- Rescued slots need not end any more; what is above the limit must.
         UPDATE fanout_runs SET surplus = excess.n
         FROM (
             SELECT greatest(0, count(*) - r.max_in_flight) AS n
             FROM fanout_slots WHERE run_id = p_run AND active
         ) excess
-        WHERE id = p_run AND surplus > excess.n;
+        WHERE id = p_run AND surplus <> excess.n;
         v_count := fanout_top_up_v1(p_run);
         IF v_count > 0 THEN
             v_done := v_done || jsonb_build_object('dealt', v_count);
@@ -434,11 +455,12 @@ BEGIN
     END IF;
 
     -- Callbacks owed without a job, or silent in the middle.
-    FOR c IN SELECT generation, task, state, job_id, attempts, suspect_since, seen_at
+    FOR c IN SELECT generation, task, state, job_id, attempts, suspect_since, seen_at,
+            fanout_job_lost_v1(job_id, p_lease) AS lost
         FROM fanout_callbacks WHERE run_id = p_run AND state IN ('owed', 'running')
         ORDER BY generation, task FOR UPDATE LOOP
         IF c.state = 'running' AND c.seen_at >= v_silent
-                OR c.state = 'owed' AND fanout_job_lost_v1(c.job_id, p_lease) IS NULL
+                OR c.state = 'owed' AND c.lost IS NULL
                 OR c.state = 'running' AND c.suspect_since > v_second THEN
             CONTINUE;
         ELSIF c.state = 'running' AND c.suspect_since IS NULL THEN
@@ -450,9 +472,14 @@ BEGIN
             IF c.attempts >= 6 THEN
                 UPDATE fanout_callbacks
                 SET state = 'failed', error = coalesce(error, jsonb_build_object(
-                    'type', 'WorkerLost', 'message', 'its worker died', 'class', 'permanent'))
+                    'type', 'WorkerLost', 'class', 'permanent',
+                    'message', 'its worker died, or its task is not known to the workers'))
                 WHERE run_id = p_run AND generation = c.generation AND task = c.task;
             ELSE
+                -- A job that failed before it began counts too, or it would be dealt for ever.
+                UPDATE fanout_callbacks SET attempts = attempts + 1
+                WHERE run_id = p_run AND generation = c.generation AND task = c.task
+                    AND c.state = 'owed' AND c.lost = 'failed';
                 PERFORM fanout_call_v1(p_run, c.generation, c.task, NULL);
             END IF;
             v_outcome := 'callbacks';
@@ -464,25 +491,30 @@ BEGIN
     -- The last fuse: a run that could move, has nobody who works on it or waits to, and that no
     -- sweep has set going again. Only time seen by sweeps that follow each other counts.
     IF r.status IN ('pending', 'processing') THEN
-        IF fanout_idle_v1(p_run) THEN
+        v_refused := v_refused
+            AND NOT EXISTS (SELECT FROM fanout_slots WHERE run_id = p_run AND active);
+        IF v_refused OR fanout_idle_v1(p_run) THEN
             UPDATE fanout_runs
             SET idle_seconds = idle_seconds + CASE WHEN idle_seen_at > v_now
                         - make_interval(secs => greatest(p_lease * 2, 120))
                     THEN extract(epoch FROM v_now - idle_seen_at) ELSE 0.001 END,
-                idle_seen_at = v_now
+                idle_seen_at = v_now, refused = v_refused
             WHERE id = p_run;
             IF (SELECT idle_seconds >= stuck_after FROM fanout_runs WHERE id = p_run) THEN
                 -- What nobody works on is cancelled; what a dead worker holds ends with its rescue.
                 PERFORM fanout_stop_v1(p_run, 'failed', format(
-                    'stuck: no progress for %s s although it could have moved', r.stuck_after),
+                    'stuck: no progress for %s s although it could have moved%s', r.stuck_after,
+                    CASE WHEN v_refused THEN format('; its jobs end before they begin: is the'
+                        ' task %s known to the workers?', r.child_task) ELSE '' END),
                     false);
                 v_done := v_done || '{"stopped": 1}';
             ELSE
                 v_done := v_done || '{"idle": 1}';
             END IF;
         ELSE
-            UPDATE fanout_runs SET idle_seconds = 0, idle_seen_at = NULL
-            WHERE id = p_run AND idle_seconds > 0;
+            UPDATE fanout_runs SET idle_seconds = 0, idle_seen_at = NULL, refused = false
+            WHERE id = p_run AND idle_seconds > 0 AND (NOT refused OR paused OR EXISTS (
+                SELECT FROM fanout_slots WHERE run_id = p_run AND active));
         END IF;
     END IF;
     RETURN v_done;

@@ -55,6 +55,8 @@ CREATE TABLE fanout_runs (
     -- Time this run could have moved and did not, as added up by the sweeps.
     idle_seconds double precision NOT NULL DEFAULT 0,
     idle_seen_at timestamptz,
+    -- Why it stood: its jobs fail before they begin. New ones that wait have not mended that.
+    refused boolean NOT NULL DEFAULT false,
     -- Position from which item rows are still to be rewritten (after a stop) or removed (after a
     -- close before the seal); null: none.
     untidy_from bigint,
