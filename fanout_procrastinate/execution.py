@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -110,8 +111,11 @@ class Execution:
     async def _in_thread(self, args: Any, kwargs: Any) -> Returned | Raised:
         loop = asyncio.get_running_loop()
         done = self._thread_done = asyncio.Event()
+        beginning = threading.Lock()  # taken by the thread that begins, or by who gives up before
 
         def guarded() -> Returned | Raised:
+            if not beginning.acquire(blocking=False):
+                return Raised(asyncio.CancelledError("it never began"))
             try:
                 return _guarded(self.function, args, kwargs)
             finally:
@@ -121,6 +125,8 @@ class Execution:
         try:
             result: Returned | Raised = await call()
         except asyncio.CancelledError:
+            if beginning.acquire(blocking=False):
+                done.set()  # it waited behind others, and will not begin any more
             raise
         except BaseException as exc:  # noqa: BLE001 - e.g. the pool was shut down
             done.set()

@@ -866,7 +866,11 @@ class World:
         for key, row in self._callback_rows(run).items():
             if key not in before or row["state"] == before[key]["state"]:
                 continue
-            assert before[key]["state"] == "running"
+            run.callbacks[key] = row["state"]
+            if before[key]["attempts"] >= 6:
+                assert row["state"] == "failed", "six times at most"
+                continue
+            assert (before[key]["state"], row["state"]) == ("running", "owed")
             assert not any(
                 (c.run, c.generation, c.task) == (run.id, *key)
                 and c.running
@@ -874,8 +878,6 @@ class World:
                 and c.process.healthy
                 for c in self.callbacks
             ), "a renewed callback was taken back"
-            assert row["state"] == ("failed" if before[key]["attempts"] >= 6 else "owed")
-            run.callbacks[key] = row["state"]
 
     def disturbed(self) -> bool:
         """Tell whether anything has happened that a sweep may have to repair."""

@@ -90,7 +90,7 @@ async def echo(x: int, *, more: int = 0) -> int:
         functools.partial(echo, more=0),
         # Whether these are async shows only once they were called.
         Called(),
-        functools.wraps(echo)(lambda *args: echo(*args)),
+        functools.wraps(echo)(lambda *args: echo(*args)),  # noqa: PLW0108 - no coroutine function
     ],
     ids=["sync", "async", "partial", "object", "returns a coroutine"],
 )
@@ -160,6 +160,39 @@ async def test_thread_past_its_limit_goes_on(
     let_go.set()
     await left
     assert not call.thread_stuck()
+
+
+@pytest.mark.parametrize("end", ["limit", "given up", "cancelled", "shut down"])
+async def test_call_that_never_began_leaves_nothing(end: str) -> None:
+    """It waited behind a thread that is stuck: nobody may wait for it."""
+    let_go, called = threading.Event(), []
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    ahead = asyncio.create_task(Execution(let_go.wait, pool).run(10, timeout=None))
+    await wait_until_async(lambda: pool._work_queue.empty() and pool._threads)
+    call = Execution(lambda: called.append(1), pool)
+    running = asyncio.create_task(call.run(timeout=0.02 if end == "limit" else None))
+    await wait_until_async(lambda: not pool._work_queue.empty())
+    if end == "given up":
+        call.give_up()
+    elif end == "cancelled":
+        running.cancel()
+    elif end == "shut down":
+        pool.shutdown(wait=False, cancel_futures=True)
+    (ended,) = await asyncio.gather(running, return_exceptions=True)
+    expected: dict[str, type[BaseException]] = {
+        "limit": TimeoutError,
+        "given up": Stopped,
+        "cancelled": asyncio.CancelledError,
+        "shut down": asyncio.CancelledError,
+    }
+    assert isinstance(getattr(ended, "error", ended), expected[end])
+    assert not call.thread_stuck()
+    async with asyncio.timeout(1):
+        await call.leftover()
+    let_go.set()
+    await ahead
+    pool.shutdown()
+    assert called == []
 
 
 async def test_nothing_is_left_of_a_call_that_ended(

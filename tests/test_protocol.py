@@ -1411,7 +1411,7 @@ def test_json_of_a_reply_is_what_was_staged(p: Clocked) -> None:
 
 
 def test_jobs_that_fail_before_they_begin_end_as_stuck(p: Clocked) -> None:
-    """Case A12: a task that no worker knows is dealt again, but not for ever; the reason says so."""
+    """Case A12: a task unknown to the workers is dealt again, but not for ever, and says why."""
     run = p.stage(3, max_in_flight=2, stuck_after=60.0)
     for _ in range(4):
         while job := p.fetch(p.worker()):
