@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import procrastinate
@@ -16,6 +17,7 @@ from fanout_procrastinate import (
     execution,
     keeper,
     outcomes,
+    reporter,
     run,
     runtime,
     sanitise,
@@ -23,6 +25,10 @@ from fanout_procrastinate import (
 )
 
 logger = logging.getLogger(__name__)
+
+_LAST_ANSWER_SECONDS = 30.0
+_Names = tuple[int, int, str, int]
+"""Run, generation, task, job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,23 +66,39 @@ class Callback:
         hold = keeper.Hold(renew_call=store.renew_callback(*names), on_verdict=lambda verdict: None)
         shared.keeper.add(hold)
         try:
+            error = await self._called(shared, names, attempt, closed)
+        finally:
+            shared.keeper.remove(hold)
+        if error is not None:
+            raise error
+
+    async def _called(
+        self, shared: runtime.Runtime, names: _Names, attempt: int, closed: run.Run
+    ) -> BaseException | None:
+        """Call the function and have its end recorded; return what it raised."""
+        try:
             end = await execution.Execution(self.function).run(closed, timeout=None)
         except asyncio.CancelledError:
-            await asyncio.shield(
+            await _for_a_while(
                 self._ended(shared, names, attempt, TimeoutError("its worker stopped"), wait=0.0)
             )
             raise
-        finally:
-            shared.keeper.remove(hold)
         error = end.error if isinstance(end, execution.Raised) else None
-        await self._ended(shared, names, attempt, error)
-        if error is not None:
-            raise error
+        report = asyncio.create_task(
+            self._ended(shared, names, attempt, error), name="fanout-callback-end"
+        )
+        try:
+            await asyncio.shield(report)
+        except asyncio.CancelledError:
+            # It has ended: its worker's end does not undo that.
+            await _for_a_while(report)
+            raise
+        return error
 
     async def _ended(
         self,
         shared: runtime.Runtime,
-        names: tuple[int, int, str, int],
+        names: _Names,
         attempt: int,
         error: BaseException | None,
         wait: float | None = None,
@@ -85,8 +107,11 @@ class Callback:
         final = attempt >= self.max_attempts or isinstance(error, errors.PermanentError)
         if wait is None:
             wait = self.backoff.delay(attempt)
-        await shared.database.run_async(
-            store.callback_end(*names, error=record, retry_in=None if final else wait)
+        # Renewed meanwhile, and sent until the answer is known: what is done is not done again.
+        await reporter.until_known(
+            shared.database.run_async,
+            store.callback_end(*names, error=record, retry_in=None if final else wait),
+            names[0],
         )
         if error is not None:
             logger.error(
@@ -100,3 +125,9 @@ class Callback:
                     "exception": repr(error),
                 },
             )
+
+
+async def _for_a_while(report: Awaitable[None]) -> None:
+    """Wait for an answer that the worker's end must not wait for without end."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(report, _LAST_ANSWER_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
 import procrastinate
 
@@ -67,7 +67,11 @@ class Child(Generic[P, R]):
         return codec.result_codec(self.function, namespace=self._namespace)
 
     def map(
-        self, items: Iterable[Any], *, item_key: Callable[[Any], str] | None = None, **options: Any
+        self,
+        items: Iterable[Any],
+        *,
+        item_key: Callable[[Any], str] | None = None,
+        **options: Unpack[starting.MapOptions],
     ) -> run.Run:
         """Start a run straight from a list or any iterable, without a manager.
 
@@ -97,7 +101,7 @@ class Child(Generic[P, R]):
         items: Iterable[Any] | AsyncIterable[Any],
         *,
         item_key: Callable[[Any], str] | None = None,
-        **options: Any,
+        **options: Unpack[starting.MapOptions],
     ) -> run.Run:
         """Start a run straight from a list, iterable or async iterable; otherwise like `map`."""
         plan = self._plan(options)
@@ -137,7 +141,7 @@ class Child(Generic[P, R]):
             address=self.address,
         )
 
-    def _plan(self, options: dict[str, Any]) -> starting.Plan:
+    def _plan(self, options: Mapping[str, Any]) -> starting.Plan:
         forbidden = {"schedule_at", "schedule_in", "connection"} & set(options)
         if forbidden:
             raise errors.ConfigurationError(

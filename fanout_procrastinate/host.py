@@ -71,9 +71,16 @@ class Host:
                 )
             except procrastinate.exceptions.ConnectorException as exc:
                 raise _mapped(exc) from exc
+        task = asyncio.current_task()
+        asked = task.cancelling() if task is not None else 0
         for attempt in range(_TRIES):
             try:
-                return call.parse(await connector.execute_query_all_async(call.sql, **call.params))
+                rows = await connector.execute_query_all_async(call.sql, **call.params)
+                if task is not None and task.cancelling() > asked:
+                    # Before Python 3.12 asyncio.wait_for, with which the pool waits for a free
+                    # connection, loses a cancellation that comes together with one.
+                    raise asyncio.CancelledError
+                return call.parse(rows)
             except procrastinate.exceptions.ConnectorException as exc:
                 _raise_unless_retried(exc, attempt)
             await asyncio.sleep(database.pause_before(attempt))

@@ -11,7 +11,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import procrastinate
 
@@ -22,6 +22,7 @@ from fanout_procrastinate import (
     keeper,
     models,
     outcomes,
+    reporter,
     runtime,
     settings,
     staging,
@@ -29,6 +30,8 @@ from fanout_procrastinate import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _REASON_CHARS = 2000
 _STAGED = object()
@@ -81,7 +84,8 @@ class Listing:
             if self._lost:
                 self._log_stale()
                 return
-            await asyncio.shield(self._fail("its worker stopped", 0.0, charge=False))
+            call = self._fail_call("its worker stopped", 0.0, charge=False)
+            await asyncio.shield(self.runtime.database.run_async(call))
             raise
         except BaseException as exc:
             await self._classed(exc)
@@ -109,7 +113,7 @@ class Listing:
             if listed is not _STAGED:
                 await self._stage_async(listed)
         self._ending = True
-        sealed = await self.runtime.database.run_async(store.seal(self.run_id, self.claim.fence))
+        sealed = await self._until_known(store.seal(self.run_id, self.claim.fence))
         if sealed is None:
             raise errors.StaleManager(self.run_id)
 
@@ -168,7 +172,9 @@ class Listing:
             wait = self.options.backoff.delay(self.claim.attempt)
         record = error_records.describe(exc, classification=verdict)
         reason = f"its manager failed: {record['type']}: {record['message']}"[:_REASON_CHARS]
-        again = await asyncio.shield(self._fail(reason, None if permanent else wait))
+        again = await asyncio.shield(
+            self._until_known(self._fail_call(reason, None if permanent else wait))
+        )
         logger.error(
             "Manager failed",
             extra={
@@ -180,13 +186,15 @@ class Listing:
             },
         )
 
-    async def _fail(
+    def _fail_call(
         self, reason: str, retry_in: float | None, *, charge: bool = True
-    ) -> bool | None:
-        call = store.manager_fail(
+    ) -> store.Call[bool | None]:
+        return store.manager_fail(
             self.run_id, self.claim.fence, reason=reason, retry_in=retry_in, charge=charge
         )
-        return await self.runtime.database.run_async(call)
+
+    async def _until_known(self, call: store.Call[T]) -> T:
+        return await reporter.until_known(self.runtime.database.run_async, call, self.run_id)
 
     def _told_by(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | None
@@ -245,7 +253,10 @@ async def run_job(
 ) -> None:
     """Execute one manager job."""
     assert job.job.id is not None  # noqa: S101 - a job that runs has an id
-    claim = await shared.database.run_async(store.manager_begin(run_id, job.job.id))
+    # Executed twice it claims twice, and what was claimed first is void.
+    claim = await reporter.until_known(
+        shared.database.run_async, store.manager_begin(run_id, job.job.id), run_id
+    )
     if claim is None:
         logger.info(
             "Nothing to list: the run is sealed or closed",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import procrastinate
 
@@ -16,6 +16,7 @@ from fanout_procrastinate import (
     errors,
     fanout,
     manager,
+    models,
     outcomes,
     registration,
     run,
@@ -26,6 +27,17 @@ from fanout_procrastinate import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[[run.Run], Any])
+
+
+class CallbackOptions(TypedDict, total=False):
+    """The options of a callback; see `Manager.on_complete`."""
+
+    name: str | None
+    queue: str | None
+    priority: int | None
+    max_attempts: int
+    backoff: outcomes.Backoff | None
 
 
 class Manager(Generic[P, R]):
@@ -77,19 +89,13 @@ class Manager(Generic[P, R]):
             InvalidValue: an argument is no JSON.
             SchemaError: the tables are missing.
         """
-        self._check_named(positional)
-        return self.configure().defer(**args)
+        return self.configure().defer(*positional, **args)
 
     async def defer_async(self, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start a run and return at once; otherwise like `defer`."""
-        self._check_named(positional)
-        return await self.configure().defer_async(**args)
+        return await self.configure().defer_async(*positional, **args)
 
-    def _check_named(self, positional: tuple[Any, ...]) -> None:
-        if positional:
-            raise TypeError(f"{self.name}: a run's arguments are given by name")
-
-    def configure(self, **options: Any) -> Deferrer:
+    def configure(self, **options: Unpack[starting.RunOptions]) -> Deferrer[P]:
         """Set options of the run about to be started; then call ``defer`` on what it returns.
 
         Args:
@@ -110,7 +116,7 @@ class Manager(Generic[P, R]):
         """
         return Deferrer(self, self._plan(options))
 
-    def _plan(self, options: dict[str, Any]) -> starting.Plan:
+    def _plan(self, options: Mapping[str, Any]) -> starting.Plan:
         registration.app_of(self.child.task)
         _check_same_app(registration.app_of(self.task), self.child)
         columns = {
@@ -122,6 +128,10 @@ class Manager(Generic[P, R]):
         }
         return starting.Plan.of(self.task, columns, options)
 
+    @overload
+    def on_complete(self, function: F) -> F: ...
+    @overload
+    def on_complete(self, **options: Unpack[CallbackOptions]) -> Callable[[F], F]: ...
     def on_complete(self, function: Any = None, **options: Any) -> Any:
         """Call this function with the `Run` when a run closes, however it closes.
 
@@ -132,10 +142,18 @@ class Manager(Generic[P, R]):
         """
         return self._decorated("complete", function, options)
 
+    @overload
+    def on_success(self, function: F) -> F: ...
+    @overload
+    def on_success(self, **options: Unpack[CallbackOptions]) -> Callable[[F], F]: ...
     def on_success(self, function: Any = None, **options: Any) -> Any:
         """Call this function when a run completes without a failed item; see `on_complete`."""
         return self._decorated("success", function, options)
 
+    @overload
+    def on_failure(self, function: F) -> F: ...
+    @overload
+    def on_failure(self, **options: Unpack[CallbackOptions]) -> Callable[[F], F]: ...
     def on_failure(self, function: Any = None, **options: Any) -> Any:
         """Call this function when a run closes otherwise; see `on_complete`."""
         return self._decorated("failure", function, options)
@@ -249,34 +267,40 @@ def _check_parameters(function: Callable[..., Any]) -> None:
             )
 
 
-class Deferrer:
+class Deferrer(Generic[P]):
     """A configured run, ready to be started."""
 
-    def __init__(self, lister: Manager[..., Any], plan: starting.Plan) -> None:
+    def __init__(self, lister: Manager[P, Any], plan: starting.Plan) -> None:
         self._lister = lister
         self._plan = plan
 
-    def defer(self, **args: Any) -> run.Run:
+    def defer(self, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start the run and return at once; see `Manager.defer`.
 
         Raises:
             RunKeyConflict: the run key is taken by a run with other arguments.
         """
         plan = self._plan
-        started = plan.owner.host.run(self._call(args), connection=plan.connection)
+        call = self._call(positional, args)
+        started = plan.owner.host.run(call, connection=plan.connection)
         return plan.owner.started(started, plan.name, plan.run_key)
 
-    async def defer_async(self, **args: Any) -> run.Run:
+    async def defer_async(self, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start the run and return at once; see `Manager.defer`.
 
         Raises:
             RunKeyConflict: the run key is taken by a run with other arguments.
         """
         plan = self._plan
-        started = await plan.owner.host.run_async(self._call(args), connection=plan.connection)
+        call = self._call(positional, args)
+        started = await plan.owner.host.run_async(call, connection=plan.connection)
         return plan.owner.started(started, plan.name, plan.run_key)
 
-    def _call(self, args: dict[str, Any]) -> Any:
+    def _call(
+        self, positional: tuple[Any, ...], args: dict[str, Any]
+    ) -> store.Call[models.Started]:
+        if positional:
+            raise TypeError(f"{self._lister.name}: a run's arguments are given by name")
         try:
             inspect.signature(self._lister.function).bind(**args)
         except TypeError as exc:

@@ -241,22 +241,36 @@ class Reporter:
             self._ledger = reply.ledger
 
     async def _until_known(self, call: store.Call[T]) -> T:
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                result: T = await self._run(call)
-                return result
-            except errors.DatabaseError as exc:
-                if not exc.transient:
-                    raise
-                logger.warning(
-                    "The database did not answer; asking again",
-                    extra={
-                        "action": "report_resent",
-                        "run_id": self.run_id,
-                        "call": call.name,
-                        "exception": str(exc),
-                    },
-                )
-            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
-            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+        return await until_known(self._run, call, self.run_id)
+
+
+async def until_known(run: Run, call: store.Call[T], run_id: int) -> T:
+    """Run a call that may be sent twice; it is sent again until its answer is known.
+
+    Args:
+        run: runs one call without blocking the loop.
+        call: about a run.
+        run_id: the run.
+
+    Raises:
+        DatabaseError: the database refuses it.
+    """
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            result: T = await run(call)
+            return result
+        except errors.DatabaseError as exc:
+            if not exc.transient:
+                raise
+            logger.warning(
+                "The database did not answer; asking again",
+                extra={
+                    "action": "report_resent",
+                    "run_id": run_id,
+                    "call": call.name,
+                    "exception": str(exc),
+                },
+            )
+        await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - jitter
+        pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import procrastinate
 
@@ -21,6 +22,29 @@ from fanout_procrastinate import (
     staging,
     store,
 )
+
+Moment = datetime.datetime | datetime.timedelta | float
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of a run that is staged at once; see `Manager.configure`."""
+
+    run_key: str | None
+    if_closed: Literal["return", "replace"]
+    max_in_flight: int | None
+    tolerate: int | float | None
+    deadline: Moment | None
+    priority: int | None
+    queue: str | None
+    tags: Iterable[str]
+
+
+class RunOptions(MapOptions, total=False):
+    """The options of a run; see `Manager.configure`."""
+
+    schedule_at: Moment | None
+    schedule_in: Moment | Mapping[str, float] | None
+    connection: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Callbacks: which are owed by which close, their own retries, the state that shows."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,18 @@ from fanout_procrastinate import (
     fanout_manager,
 )
 from tests import invariants
-from tests.support import QUICK, counts, finished, jobs, opened, serving, stop, work_off, working
+from tests.support import (
+    QUICK,
+    Recorder,
+    counts,
+    finished,
+    jobs,
+    opened,
+    serving,
+    stop,
+    work_off,
+    working,
+)
 from tests.waiting import wait_until_async
 
 Conn = psycopg.Connection[dict[str, Any]]
@@ -35,7 +47,7 @@ def declare(app: procrastinate.App, **options: Any) -> Manager[Any, Any]:
         return item
 
     @fanout_manager(app, child=child, name="lister", **options)
-    def manager(items: list[int]) -> Any:
+    def manager(items: list[Any]) -> Any:
         if items == ["broken"]:
             raise ValueError("nothing to list")
         return items
@@ -289,6 +301,74 @@ async def test_callback_whose_worker_died_runs_again(app: procrastinate.App, con
         assert (await FanOut.of(app).sweep_async()).done == {"callbacks": 1}
         (progress,) = await work_off(app, run)
         assert progress.callbacks["report"] == "done" and called == [run.id] * 2
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["not executed", "reply lost"])
+async def test_end_of_a_callback_is_sent_until_it_is_known(
+    app: procrastinate.App, conn: Conn, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """The database is away when the callback ends: what is done is not done again."""
+    manager = declare(app)
+    called: list[int] = []
+    recorder = Recorder(monkeypatch)
+    recorder.fail("callback_end", 3, before=before)
+
+    @manager.on_complete(name="report")
+    def report(run: Run) -> None:
+        called.append(run.id)
+
+    async with serving(app):
+        run = await manager.defer_async(items=[])
+        progress = await finished(run)
+    assert progress.callbacks["report"] == "done" and called == [run.id]
+    assert [job["status"] for job in jobs(conn, task_name="report")] == ["succeeded"]
+
+
+async def test_callback_is_held_until_its_end_is_recorded(
+    app: procrastinate.App, conn: Conn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: nobody takes it over and calls it again."""
+    FanOut(app, lease=1.0)
+    manager = declare(app)
+    called: list[int] = []
+    recorder = Recorder(monkeypatch)
+
+    @manager.on_complete(name="report")
+    def report(run: Run) -> None:
+        called.append(run.id)
+
+    seen = "SELECT clock_timestamp() - seen_at < interval '1 s' AS fresh FROM fanout_callbacks"
+    async with serving(app):
+        with recorder.held("callback_end"):
+            run = await manager.defer_async(items=[])
+            await wait_until_async(lambda: bool(recorder.of("callback_end")))
+            at = time.monotonic()
+            await wait_until_async(lambda: time.monotonic() > at + 2.5)
+            assert conn.execute(seen).fetchall() == [{"fresh": True}]
+        assert (await finished(run)).callbacks["report"] == "done"
+    assert called == [run.id]
+
+
+async def test_worker_that_stops_records_what_has_ended(
+    app: procrastinate.App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked to end while the database is away: it tries for a while, and the callback is done."""
+    manager = declare(app)
+    called: list[int] = []
+    recorder = Recorder(monkeypatch)
+    recorder.fail("callback_end", 4, before=True)
+
+    @manager.on_complete(name="report")
+    def report(run: Run) -> None:
+        called.append(run.id)
+
+    async with opened(app):
+        async with working(app, shutdown_graceful_timeout=0.05) as worker:
+            run = await manager.defer_async(items=[])
+            await wait_until_async(lambda: bool(recorder.of("callback_end")))
+            await stop(worker)
+        assert (await run.progress_async()).callbacks["report"] == "done"
+    assert called == [run.id]
 
 
 async def test_job_of_a_callback_that_is_not_owed_does_nothing(

@@ -216,6 +216,12 @@ def test_what_workers_leave_is_found_and_ended() -> None:
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = pieces.Spec(number=1, listing="light", count=1, seed="x")
+
+
+def _at(seconds: float) -> float:
+    return NOW.timestamp() + seconds
+
+
 PLACE = {"run_id": 1, "position": 0}
 START = {"event": "start", "run": 1, "position": 0, "claim": 1, "attempt": 1, "mark": "m", "pid": 7}
 END = {**START, "event": "end", "outcome": "ok"}
@@ -229,6 +235,7 @@ CALLBACK = {"run_id": 1, "generation": 1, "task": "app.complete"}
 GOOD = Record(
     specs={1: SPEC},
     cancelled=frozenset(),
+    lives=[crew.Life(pid=7, began=NOW.timestamp(), stops=[(_at(20), _at(30))], ended=_at(60))],
     lines=[START, END, {**CALL, "event": "call"}, {**CALL, "event": "called"}],
     runs=[
         {
@@ -361,6 +368,15 @@ BAD: dict[str, list[tuple[judges.Judge, dict[str, Any]]]] = {
 def test_judges_find_what_is_wrong(what: str) -> None:
     for judge, changes in BAD[what]:
         assert list(judge(dataclasses.replace(GOOD, **changes))), judge.__name__
+
+
+@pytest.mark.parametrize(
+    ("seconds", "well"), [(10, True), (25, False), (32, False), (50, True), (70, False)]
+)
+def test_the_living_are_told_from_the_dead(seconds: float, well: bool) -> None:
+    rescued = {**_rescued(0, 0), "at": NOW + timedelta(seconds=seconds)}
+    record = dataclasses.replace(GOOD, item_changes=[rescued])
+    assert bool(record.rescues_from_the_living()) is well
 
 
 def test_clean_items_and_one_suspect_may_be_charged() -> None:

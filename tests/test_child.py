@@ -319,12 +319,13 @@ async def test_stop_iteration_and_causes(app: procrastinate.App) -> None:
 
 async def test_results_of_every_kind(app: procrastinate.App, conn: Conn) -> None:
     """D05, D07: text that the database refuses, numbers that JSON has none for, sizes."""
+    cycle: list[Any] = []
     results: dict[str, Any] = {
         "nul": {"k\0": ["a\0b", "\ud800"]},
         "nan": {"x": float("nan"), "y": [float("inf")]},
         "huge": "x" * 10_000_000,
         "foreign": {"x": threading.Lock()},
-        "cycle": (cycle := []),
+        "cycle": cycle,
         "plain": {"é": [1, 2.5, None, True]},
     }
     cycle.append(cycle)

@@ -14,7 +14,6 @@ import pytest
 
 from fanout_procrastinate import (
     Backoff,
-    Child,
     ConfigurationError,
     FanOut,
     InvalidItem,
@@ -182,7 +181,8 @@ def test_callback_refuses_what_cannot_work(far: procrastinate.App) -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             manager.on_complete(**options)(good)
-    for function in (nothing, two, 3):
+    broken: tuple[Any, ...] = (nothing, two, 3)
+    for function in broken:
         with pytest.raises(ConfigurationError, match="one Run"):
             manager.on_failure(function)
     assert manager.callback_columns() == []
@@ -206,10 +206,10 @@ def test_declared_functions_stay_what_they_are(far: procrastinate.App) -> None:
     async def callback(run: Run) -> str:
         return "called"
 
-    assert isinstance(child, Child) and isinstance(manager, Manager)
     assert child(None, 4) == 8 and list(manager(n=3)) == [0, 1, 2]
-    assert (child.__name__, child.__doc__) == ("child", "Double.")
-    assert (manager.__name__, manager.__doc__) == ("manager", "List.")
+    declared: tuple[Any, Any] = (child, manager)
+    assert [one.__name__ for one in declared] == ["child", "manager"]
+    assert [one.__doc__ for one in declared] == ["Double.", "List."]
     assert callback.__name__ == "callback"
     assert repr(child) == f"<child {__name__}.child>"
     assert repr(manager) == f"<manager {__name__}.manager>"
@@ -376,6 +376,20 @@ async def test_blueprint_works_in_an_app(
     assert called == [run.id]
 
 
+async def test_settings_are_those_of_the_app_at_work(app: procrastinate.App) -> None:
+    """Declared on a blueprint, with the app and its settings made later."""
+    blueprint = procrastinate.Blueprint()
+    manager = declare(blueprint, "lister", "papers")
+    app.add_tasks_from(blueprint, namespace="x")
+    FanOut(app, max_item_bytes=1, max_result_bytes=1)
+    async with serving(app):
+        with pytest.raises(InvalidItem, match="2 bytes of JSON, 1 are allowed"):
+            await manager.child.map_async([10])
+        run = await manager.defer_async(n=11)
+        progress = await finished(run)
+    assert progress.status == "failed" and "item 10: 2 bytes" in (progress.reason or "")
+
+
 class Proxy:
     """What `procrastinate.contrib.django.app` is: a blueprint first, and the app later."""
 
@@ -475,7 +489,7 @@ def test_options_of_a_start_are_checked(
 
 @pytest.mark.parametrize("option", ["schedule_at", "schedule_in", "connection"])
 def test_map_stages_at_once(far: procrastinate.App, option: str) -> None:
-    child = fanout_child(far)(work)
+    child: Any = fanout_child(far)(work)
     with pytest.raises(ConfigurationError, match=f"no {option}; declare a manager"):
         child.map([1], **{option: 1})
 

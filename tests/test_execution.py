@@ -82,6 +82,10 @@ async def echo(x: int, *, more: int = 0) -> int:
     return x + more
 
 
+def disguised(x: int) -> Any:
+    return echo(x)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -42,7 +42,8 @@ def keeping(
     renew: float = 60.0,
     look: float = 60.0,
 ) -> Keeper:
-    return Keeper(run, sweep or Idle(), renew_interval=renew, sweep_interval=look)
+    looks: Any = sweep or Idle()
+    return Keeper(run, looks, renew_interval=renew, sweep_interval=look)
 
 
 def held(reply: models.Reply, run_id: int, verdicts: list[str], **options: Any) -> Hold:

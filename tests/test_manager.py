@@ -646,6 +646,27 @@ async def test_manager_job_retried_by_hand_lists_nothing(
 # -- a database that does not answer
 
 
+async def test_end_of_a_manager_that_failed_is_sent_until_it_is_known(
+    app: procrastinate.App, child: Child[Any, Any], conn: Conn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lists again at once, not when a sweep has found it silent; and is charged once."""
+    recorder = Recorder(monkeypatch)
+    recorder.fail("manager_fail", 2, before=True)
+    tries: list[int] = []
+
+    def lister() -> Iterator[Paper]:
+        tries.append(1)
+        if len(tries) == 1:
+            raise ConnectionError("the source is away")
+        yield from papers(3)
+
+    _, progress = await listed(app, child, lister)
+    assert counts(progress) == {"succeeded": 3, "total": 3}
+    assert len(tries) == 2
+    charged = "SELECT manager_failures, manager_crashes FROM fanout_runs"
+    assert conn.execute(charged).fetchall() == [{"manager_failures": 1, "manager_crashes": 0}]
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["not executed", "reply lost"])
 @pytest.mark.parametrize("name", ["manager_begin", "append", "seal"])
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -137,6 +137,35 @@ async def test_duplicates_are_skipped_and_counted(
         assert counts(await plain.progress_async()) == {"pending": 3, "total": 3}
 
 
+async def test_runs_do_not_share_items(app: procrastinate.App, child: Child[Any, Any]) -> None:
+    """B05: the same keys in two runs at once, and in a third after they ended."""
+    async with serving(app):
+
+        async def start() -> Run:
+            return await child.map_async(papers(5), item_key=lambda paper: paper.id)
+
+        runs = [await start(), await start()]
+        for run in runs:
+            assert counts(await finished(run)) == {"succeeded": 5, "total": 5}
+        runs.append(await start())
+        assert counts(await finished(runs[2])) == {"succeeded": 5, "total": 5}
+    assert len(set(runs)) == 3
+
+
+@pytest.mark.slow
+def test_size_of_a_run_is_not_bounded_by_parameters(app: procrastinate.App, conn: Conn) -> None:
+    """B07: more items than a statement may have parameters, keyed, in bounded chunks."""
+    many = fanout_child(app, name="many")(lambda item: item)
+    with app.open():
+        run = many.map(
+            ({"id": n, "a": n, "b": str(n), "c": None} for n in range(70_000)),
+            item_key=lambda item: str(item["id"]),
+        )
+        assert counts(run.progress()) == {"pending": 70_000, "total": 70_000}
+    # However many: at most eight slots are queued at once.
+    assert len(jobs(conn)) == 8
+
+
 async def only_run(app: procrastinate.App) -> tuple[Run, Progress]:
     (progress,) = await FanOut.of(app).runs_async()
     return await FanOut.of(app).get_run_async(progress.run_id), progress
@@ -173,7 +202,7 @@ async def test_invalid_item_names_its_key(
 def test_invalid_item_sync(app: procrastinate.App, child: Child[Any, Any], conn: Conn) -> None:
     with app.open():
         with pytest.raises(InvalidItem, match="item 12: its key"):
-            child.map(papers(30), item_key=lambda p: p.id if p.id != "12" else 12)  # type: ignore
+            child.map(papers(30), item_key=lambda p: p.id if p.id != "12" else 12)  # type: ignore[arg-type,return-value]
         (progress,) = FanOut.of(app).runs()
     assert progress.status == "failed" and "item 12" in (progress.reason or "")
     assert jobs(conn) == []

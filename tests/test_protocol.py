@@ -345,6 +345,19 @@ def test_a_begin_sent_again_gets_the_same_item(p: Clocked) -> None:
     invariants.check(p.conn)
 
 
+def test_a_statement_sent_again_shows_that_its_sender_lives(p: Clocked) -> None:
+    """Invariant 5: after a long outage nobody is rescued whose reply has just been given again."""
+    run = p.stage(2, max_in_flight=1)
+    entry = take(p).entry("succeeded")
+    p.report(run, 0, entry)
+    p.advance(31)
+    assert p.sweep() == {run: {"marked": 1}}
+    p.advance(11)
+    assert p.report(run, 0, entry)[0].verdict == "item"
+    assert not p.sweep_plan()
+    invariants.check(p.conn)
+
+
 def test_a_begin_sent_again_without_an_item_keeps_its_slot(p: Clocked) -> None:
     """Invariant 5: also when the process names a ledger that this run has not."""
     run = p.stage(1, max_in_flight=1)
@@ -411,6 +424,8 @@ def test_a_zombie_and_the_new_holder_of_its_slot_in_one_report(p: Clocked) -> No
     old, new = p.report(run, 0, zombie.entry("failed"), holder.entry("succeeded"))
     assert (old.verdict, new.verdict) == ("lost", "item")
     assert p.counts(run) == {"succeeded": 1, "processing": 1}
+    (pull,) = p.report(run, 0, Entry(slot=zombie.slot, epoch=zombie.epoch or 0))
+    assert pull.verdict == "ended", "the holder's item is not given to the zombie"
     invariants.check(p.conn)
 
 

@@ -1,6 +1,7 @@
 """The named statements: how the file is read, and that it fits its one caller."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from fanout_procrastinate.store import Call
 ENTRY = models.Entry(slot=0, epoch=1, wish="next")
 HOLDING = models.Holding(1, 0, 1)
 
-CALLS: list[Call[object]] = [
+CALLS: list[Call[Any]] = [
     store.start({"name": "x"}),
     store.manager_begin(1, 1),
     store.append(1, 1, [None], ["1"]),
@@ -69,7 +70,7 @@ def test_every_statement_has_its_caller_and_every_call_its_statement() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_parameters_are_those_that_the_statement_names(call: Call[object]) -> None:
+def test_parameters_are_those_that_the_statement_names(call: Call[Any]) -> None:
     named = set(re.findall(r"%\((\w+)\)s", call.sql))
     assert named == set(call.params)
     # Nothing else that the driver would take for a parameter.

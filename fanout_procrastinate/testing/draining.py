@@ -97,12 +97,15 @@ class _Drain:
                 await self.until_nothing_is_due()
 
     async def until_nothing_is_due(self) -> None:
+        limit = asyncio.timeout(self._timeout)
         try:
             with _no_periodic_tasks(self._app):
-                async with asyncio.timeout(self._timeout):
+                async with limit:
                     while await self._is_due():
                         pass
         except TimeoutError as exc:
+            if not limit.expired():
+                raise
             names = ", ".join(self._running[:10])
             raise TimeoutError(f"still at work after {self._timeout:g} s: {names}") from exc
         finally:

@@ -53,7 +53,7 @@ class InlineProgress(models.Progress):
         return models.Progress(**{name: getattr(self, name) for name in names}).as_dict()
 
 
-def run_inline(manager: managers.Manager[..., Any], **args: Any) -> InlineProgress:
+def run_inline(manager: managers.Manager[..., Any], /, **args: Any) -> InlineProgress:
     """Run a manager and its children one after the other in this thread, without a database.
 
     Items and results are checked and serialised as for a real run, and errors are classed and
@@ -93,7 +93,7 @@ def run_inline(manager: managers.Manager[..., Any], **args: Any) -> InlineProgre
     return inline.progress()
 
 
-async def run_inline_async(manager: managers.Manager[..., Any], **args: Any) -> InlineProgress:
+async def run_inline_async(manager: managers.Manager[..., Any], /, **args: Any) -> InlineProgress:
     """Run a manager and its children one after the other; otherwise like `run_inline`.
 
     Sync children run in threads, as in a worker.
@@ -201,7 +201,7 @@ class _Inline:
     def _worked(self, item: models.Item, payload: str) -> Generator[list[Any], _End, models.Item]:
         started_at, attempt = _now(), 0
         columns: dict[str, Any] = {"outcome": "released"}
-        end: _End = execution.Returned(None)
+        end: _End
         while columns["outcome"] == "released":
             attempt += 1
             try:

@@ -50,7 +50,8 @@ def report(result: Result, seed: int) -> str:
         f" {figures['callbacks']} callbacks)",
         f"Items: {figures['items']} ({figures['succeeded']} succeeded, {figures['failed']} failed,"
         f" {figures['cancelled']} cancelled)",
-        f"Attempts: {figures['attempts']}; rescues: {figures['rescues']};"
+        f"Attempts: {figures['attempts']}; rescues: {figures['rescues']}"
+        f" ({figures['rescues_from_the_living']} from workers that lived);"
         f" longest stall: {result.longest_stall:.1f} s;"
         f" at rest {result.rest:.1f} s after the last fault",
     ]

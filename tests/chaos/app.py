@@ -29,7 +29,8 @@ LEASE_SECONDS = 2.0
 EXIT_CODE = 99
 """Of a worker that an item or a manager took along."""
 
-app = procrastinate.App(connector=procrastinate.PsycopgConnector())
+# Without a time limit of its own a worker that has lost its listener takes 30 s to end.
+app = procrastinate.App(connector=procrastinate.PsycopgConnector(timeout=5.0))
 fanout = FanOut(
     app,
     lease=float(os.environ.get(LEASE_VARIABLE, LEASE_SECONDS)),

@@ -16,6 +16,10 @@ from tests.workers import Worker
 
 MARK_VARIABLE = "FANOUT_CHAOS"
 """In the environment of all that workers start."""
+_AWAKE_SECONDS = 5.0
+"""A worker that was woken up may find out later than this that it has lost what it held."""
+_USAGE = 2
+"""The exit code where the app cannot be loaded."""
 _LOGGED = {
     "PYTHONFAULTHANDLER": "1",
     "PROCRASTINATE_LOG_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -35,6 +39,12 @@ class Life:
     """What ended it."""
     stops: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     """When it was stopped, and when it was woken again."""
+
+    def well_at(self, moment: float) -> bool:
+        """Return whether it lived then, and had not been stopped a moment before."""
+        if self.ended is not None and self.ended < moment:
+            return False
+        return not any(began < moment < ended + _AWAKE_SECONDS for began, ended in self.stops)
 
 
 class Berth:
@@ -164,6 +174,8 @@ class Crew:
             code = worker.wait()
         took_along = code == chaos_app.EXIT_CODE
         life.how = "taken along" if took_along else berth.how or f"by itself ({code})"
+        if code == _USAGE:
+            self.stuck.append(f"worker {worker.pid} could not start: {worker.output()[-500:]}")
         life.ended = time.time()
         self.ends[life.how] += 1
         (self._folder / f"worker-{berth.number}-{berth.started}-{worker.pid}.log").write_text(

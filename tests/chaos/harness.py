@@ -106,10 +106,10 @@ class Round:
             onlooker.join()
             (options.folder / "faults.log").write_text("\n".join(faults.log) + "\n")
         self._find("no process is left", [f"process {pid}" for pid in left])
-        self._find("workers end when asked to", crew.stuck)
+        self._find("workers start and end when asked to", crew.stuck)
         self._find("runs can be started", workload.errors)
         self._find("faults can be done", faults.errors)
-        record = Record.read(stage, workload.runs, workload.cancelled, self._log)
+        record = Record.read(stage, workload.runs, workload.cancelled, self._log, crew.lives)
         self._judge(stage, record)
         return Result(
             findings=self._findings,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.apps import journal
+from tests.chaos.crew import Life
 from tests.chaos.pieces import Spec
 from tests.chaos.stage import Row, Stage
 
@@ -33,12 +34,14 @@ class Record:
     """One round, after its end.
 
     `specs` are the runs that were started, `cancelled` those that an operator cancelled; `lines`
-    is the journal; the rest are rows of the tables and of the histories that triggers wrote.
+    is the journal, `lives` are those of the workers; the rest are rows of the tables and of the
+    histories that triggers wrote.
     """
 
     specs: Mapping[int, Spec]
     cancelled: frozenset[int]
     lines: Sequence[Mapping[str, Any]]
+    lives: Sequence[Life]
     runs: Sequence[Row]
     items: Sequence[Row]
     callbacks: Sequence[Row]
@@ -48,13 +51,19 @@ class Record:
 
     @classmethod
     def read(
-        cls, stage: Stage, specs: Mapping[int, Spec], cancelled: set[int], log: journal.Journal
+        cls,
+        stage: Stage,
+        specs: Mapping[int, Spec],
+        cancelled: set[int],
+        log: journal.Journal,
+        lives: Sequence[Life],
     ) -> "Record":
         """Read it all."""
         return cls(
             specs=dict(specs),
             cancelled=frozenset(cancelled),
             lines=log.read(),
+            lives=lives,
             runs=stage.query("SELECT * FROM fanout_runs ORDER BY id"),
             items=stage.query(_ITEMS),
             callbacks=stage.query("SELECT * FROM fanout_callbacks ORDER BY 1, 2, 3"),
@@ -78,6 +87,20 @@ class Record:
         """Return the changes by which an item was charged a crash."""
         return [row for row in self.item_changes if row["crashes"] > row["was_crashes"]]
 
+    def rescues_from_the_living(self) -> list[Row]:
+        """Return those of a worker that had neither died nor been stopped."""
+        starts = {
+            (line["run"], line["position"], line["claim"]): line["pid"]
+            for line in self.events("start")
+        }
+        lives = {life.pid: life for life in self.lives}
+        found = []
+        for row in self.rescues():
+            pid = starts.get((row["run_id"], row["position"], row["claim"] - 1))
+            if pid in lives and lives[pid].well_at(row["at"].timestamp()):
+                found.append(row)
+        return found
+
     def figures(self) -> Counter[str]:
         """Return how much was done."""
         states: Counter[str] = Counter(row["status"] for row in self.items)
@@ -87,6 +110,7 @@ class Record:
             items=len(self.items),
             attempts=len(self.events("start")),
             rescues=len(self.rescues()),
+            rescues_from_the_living=len(self.rescues_from_the_living()),
             listings=len(self.events("listing")),
             callbacks=len(self.events("called")),
             **states,

@@ -705,15 +705,18 @@ BEGIN
         END IF;
         -- What each slot has in hand now, and what it recorded last.
         UPDATE fanout_slots s
-        SET held = h.position, held_claim = h.claim, seen_at = v_now, suspect_since = NULL,
+        SET held = CASE WHEN e.resent THEN s.held ELSE h.position END,
+            held_claim = CASE WHEN e.resent THEN s.held_claim ELSE h.claim END,
+            seen_at = v_now, suspect_since = NULL,
             last_position = coalesce(e.recorded_position, s.last_position),
             last_claim = coalesce(e.recorded_claim, s.last_claim)
         FROM (
-            SELECT i, p_slots[i] AS slot,
+            SELECT i, p_slots[i] AS slot, i = ANY (v_resent) AS resent,
                 CASE WHEN i = ANY (v_counted) THEN p_positions[i] END AS recorded_position,
                 CASE WHEN i = ANY (v_counted) THEN p_claims[i] END AS recorded_claim
             FROM generate_series(1, n) i
-            WHERE i = ANY (v_recorded) OR v_verdicts[i] IN ('item', 'wait', 'move')
+            WHERE i = ANY (v_recorded) OR i = ANY (v_resent)
+                OR v_verdicts[i] IN ('item', 'wait', 'move')
         ) e
         LEFT JOIN unnest(v_replies) h ON h.slot = e.slot
         WHERE s.run_id = p_run AND s.slot = e.slot AND s.epoch = p_epochs[e.i];
