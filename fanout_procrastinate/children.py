@@ -37,6 +37,7 @@ class Child(Generic[P, R]):
         options: settings.ChildOptions,
         namespace: Mapping[str, Any],
     ) -> None:
+        registration.check_target(app)
         signatures.check_child_signature(function, options.pass_context)
         functools.update_wrapper(self, function)  # first: it copies the function's attributes
         self.function = function
@@ -76,7 +77,8 @@ class Child(Generic[P, R]):
         """Start a run straight from a list or any iterable, without a manager.
 
         The items are stored before this returns. Where listing them raises, the run is closed as
-        failed and nothing is dispatched.
+        failed and nothing is dispatched. Where a kept run has the ``run_key`` already, that run is
+        returned and the items are not looked at.
 
         Args:
             items: what the child takes, one by one.
@@ -88,6 +90,7 @@ class Child(Generic[P, R]):
             InvalidItem: an item does not fit the child.
             RunKeyConflict: as for `Manager.configure`.
         """
+        _check_iterable(items)
         plan = self._plan(options)
         started = plan.owner.host.run(plan.start_call())
         found = plan.owner.started(started, plan.name, plan.run_key)
@@ -104,6 +107,7 @@ class Child(Generic[P, R]):
         **options: Unpack[starting.MapOptions],
     ) -> run.Run:
         """Start a run straight from a list, iterable or async iterable; otherwise like `map`."""
+        _check_iterable(items)
         plan = self._plan(options)
         started = await plan.owner.host.run_async(plan.start_call())
         found = plan.owner.started(started, plan.name, plan.run_key)
@@ -167,9 +171,31 @@ class Child(Generic[P, R]):
         }
 
     def _job(self) -> Callable[..., Any]:
-        async def job(context: procrastinate.JobContext, run_id: int, slot: int) -> None:
+        async def job(
+            context: procrastinate.JobContext,
+            run_id: int | None = None,
+            slot: int | None = None,
+            **others: Any,
+        ) -> None:
+            if run_id is None or slot is None or others:
+                raise not_a_start(self.name)
             owner = fanout.FanOut.of(context.app)
             async with owner.runtime().job() as shared:
                 await child.run_job(self.work(owner), shared, context, run_id, slot)
 
         return job
+
+
+def not_a_start(name: str) -> errors.ConfigurationError:
+    """Return the error for a job of ours that somebody deferred by hand, with other arguments."""
+    return errors.ConfigurationError(
+        f"this job of {name} is no part of a run: a start runs with .defer() of the manager (or "
+        ".map() of a child), not through the queue"
+    )
+
+
+def _check_iterable(items: Any) -> None:
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable | AsyncIterable):
+        raise errors.InvalidValue(
+            f"map takes an iterable of items, not a {type(items).__name__}; give a list"
+        )

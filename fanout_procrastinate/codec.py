@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -20,6 +21,8 @@ _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (sanitise.MAX_DIGITS + 1))
 _MAX_REASON_CHARS = 300
 _MAX_PROBLEMS = 3
+# What surely comes back from JSON as it went.
+_PLAIN: tuple[Any, ...] = (Any, str, int, float, bool, dict, list, type(None))
 
 
 class Codec:
@@ -80,6 +83,8 @@ class Codec:
         fault = self._fault(data, valid)
         if fault is not None:
             raise errors.InvalidValue(f"{self.name}: it contains {fault}; remove or replace it")
+        if self.annotation not in _PLAIN:
+            self._check_return(valid, data)
         return data.decode()
 
     def dump_result(self, value: Any) -> sanitise.Encoded:
@@ -119,6 +124,27 @@ class Codec:
         """
         # Through text, for a strict type takes "2024-05-01" for a date from JSON alone.
         return self.load(pydantic_core.to_json(value))
+
+    def _check_return(self, valid: Any, data: bytes) -> None:
+        """Refuse an item that a child would get otherwise than it was listed, or not at all."""
+        try:
+            back = self.load(data)
+        except errors.InvalidValue as exc:
+            raise errors.InvalidValue(
+                f"{self.name}: it does not come back from JSON ({exc}); keep every field that the "
+                "child needs, as plain JSON types"
+            ) from exc
+        same = True
+        with contextlib.suppress(Exception):  # comparing runs code of the user's
+            same = _same(self._plain(back), self._plain(valid))
+        if not same:
+            raise errors.InvalidValue(
+                f"{self.name}: it comes back from JSON as something else (a masked secret, or a "
+                "validator that changes its own output); give the child a reference instead"
+            )
+
+    def _plain(self, valid: Any) -> Any:
+        return self._adapter.dump_python(valid, round_trip=True, warnings="none")
 
     def _validate_result(self, value: Any) -> tuple[Any, bool]:
         """Return the valid result, and whether its text had to be cleaned to become valid."""
@@ -215,6 +241,15 @@ def result_codec(
         ConfigurationError: the annotation cannot be resolved or serialised.
     """
     return Codec(signatures.return_annotation(function, namespace))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare plain values, for which NaN is the same as NaN."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) or (one != one and other != other)
 
 
 def _name_of(annotation: Any) -> str:

@@ -27,7 +27,10 @@ _TRY_AGAIN = ("40001", "40P01")
 _MISSING = ("42P01", "42883", "42704")  # table, function, type
 _REFUSALS = ("0A", "22", "23", "42", "54")  # 54: larger than the server can take
 _TRIES = 20
-_LEVEL = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
+_SESSION = (
+    "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED",
+    "SET array_nulls = on",  # off, an absent key would be the text NULL
+)
 
 
 def mapped(exc: psycopg.Error) -> errors.FanoutError:
@@ -132,7 +135,8 @@ class Database:
                 connection.rollback()
                 connection.autocommit = True
             connection.row_factory = psycopg.rows.dict_row
-            connection.execute(_LEVEL)
+            for statement in _SESSION:
+                connection.execute(statement)
         except BaseException:
             connection.close()
             raise

@@ -55,7 +55,7 @@ def fanout_child(
     """
     options = settings.ChildOptions(
         name=name,
-        aliases=tuple(aliases),
+        aliases=aliases if isinstance(aliases, str) else tuple(aliases),  # type: ignore[arg-type]
         queue=queue,
         priority=priority,
         max_attempts=max_attempts,
@@ -119,7 +119,7 @@ def fanout_manager(
     """
     options = settings.ManagerOptions(
         name=name,
-        aliases=tuple(aliases),
+        aliases=aliases if isinstance(aliases, str) else tuple(aliases),  # type: ignore[arg-type]
         queue=queue,
         priority=priority,
         max_in_flight=max_in_flight,

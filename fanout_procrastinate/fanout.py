@@ -392,6 +392,9 @@ async def _sweep_job(context: procrastinate.JobContext, timestamp: int) -> None:
         loop = asyncio.get_running_loop()
         report = await loop.run_in_executor(None, shared.sweeper.sweep_once)
     logger.info(
-        "Swept",
+        "Swept: %s runs looked at closely, %s not repaired; done: %s",
+        len(report.runs),
+        len(report.errors),
+        ", ".join(f"{name} {count}" for name, count in report.done.items()) or "nothing",
         extra={"action": "sweep", "timestamp": timestamp, "report": report.as_dict()},
     )

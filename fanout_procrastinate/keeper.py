@@ -138,7 +138,10 @@ class Keeper:
             result = step()
         except errors.FanoutError as exc:
             logger.warning(
-                "The database did not answer", extra={"action": action, "exception": str(exc)}
+                "%s: %s",
+                action.replace("_", " ").capitalize(),
+                exc,
+                extra={"action": action, "exception": str(exc)},
             )
             return None
         except Exception:

@@ -80,10 +80,13 @@ class Listing:
             await self._within_limit()
         except errors.StaleManager:
             self._log_stale()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as exc:
             if self._lost:
                 self._log_stale()
                 return
+            if not _cancelled_from_outside():
+                await self._classed(exc)  # the manager's own doing, like any other error
+                raise
             call = self._fail_call("its worker stopped", 0.0, charge=False)
             await asyncio.shield(self.runtime.database.run_async(call))
             raise
@@ -216,6 +219,11 @@ class Listing:
             "Manager overtaken: a newer execution owns the run, or it is closed",
             extra={"action": "manager_stale", "run_id": self.run_id},
         )
+
+
+def _cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -51,6 +51,7 @@ class Manager(Generic[P, R]):
         item_key: Callable[[Any], str] | None,
         options: settings.ManagerOptions,
     ) -> None:
+        registration.check_target(app)
         if not isinstance(one, children.Child):
             raise errors.ConfigurationError(
                 f"child={one!r} is not declared; decorate it with @fanout_child(app) first"
@@ -78,7 +79,7 @@ class Manager(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<manager {self.task.name}>"
 
-    def defer(self, *positional: P.args, **args: P.kwargs) -> run.Run:
+    def defer(self, /, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start a run and return at once.
 
         Args:
@@ -91,7 +92,7 @@ class Manager(Generic[P, R]):
         """
         return self.configure().defer(*positional, **args)
 
-    async def defer_async(self, *positional: P.args, **args: P.kwargs) -> run.Run:
+    async def defer_async(self, /, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start a run and return at once; otherwise like `defer`."""
         return await self.configure().defer_async(*positional, **args)
 
@@ -209,7 +210,11 @@ class Manager(Generic[P, R]):
         )(job)
 
     def _job(self) -> Callable[..., Any]:
-        async def job(context: procrastinate.JobContext, run_id: int) -> None:
+        async def job(
+            context: procrastinate.JobContext, run_id: int | None = None, **others: Any
+        ) -> None:
+            if run_id is None or others:
+                raise children.not_a_start(self.name)
             owner = fanout.FanOut.of(context.app)
             async with owner.runtime().job() as shared:
                 await manager.run_job(
@@ -225,6 +230,11 @@ class Manager(Generic[P, R]):
 
 
 def _check_callback(function: Any) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise errors.ConfigurationError(
+            f"the callback {function.__qualname__} yields, so calling it would do nothing; "
+            "let it return"
+        )
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError) as exc:
@@ -274,7 +284,7 @@ class Deferrer(Generic[P]):
         self._lister = lister
         self._plan = plan
 
-    def defer(self, *positional: P.args, **args: P.kwargs) -> run.Run:
+    def defer(self, /, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start the run and return at once; see `Manager.defer`.
 
         Raises:
@@ -285,7 +295,7 @@ class Deferrer(Generic[P]):
         started = plan.owner.host.run(call, connection=plan.connection)
         return plan.owner.started(started, plan.name, plan.run_key)
 
-    async def defer_async(self, *positional: P.args, **args: P.kwargs) -> run.Run:
+    async def defer_async(self, /, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start the run and return at once; see `Manager.defer`.
 
         Raises:

@@ -29,6 +29,18 @@ def app_of(task: procrastinate.tasks.Task[..., Any, ...]) -> procrastinate.App:
     return app
 
 
+def check_target(app: Any) -> None:
+    """Refuse what no task can be registered on.
+
+    Raises:
+        ConfigurationError: it is no App, no Blueprint and no proxy for one.
+    """
+    if not callable(getattr(app, "task", None)) or not hasattr(app, "add_tasks_from"):
+        raise errors.ConfigurationError(
+            f"{app!r} is neither a procrastinate App nor a Blueprint; give one of these first"
+        )
+
+
 def settle(app: Any) -> None:
     """Make sure that an App has its settings, and with them its sweeper."""
     if isinstance(app, procrastinate.App):

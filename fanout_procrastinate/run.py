@@ -168,11 +168,17 @@ class Run:
 
     def errors(self, limit: int = 10) -> list[models.ErrorGroup]:
         """Read the failed items by type of error, the most frequent first."""
-        return self._access.host.run(store.errors(self.id, limit))
+        groups = self._access.host.run(store.errors(self.id, limit))
+        if not groups:
+            self._found(self._access.host.run(store.run(self.id)))
+        return groups
 
     async def errors_async(self, limit: int = 10) -> list[models.ErrorGroup]:
         """Read the failed items by type of error, the most frequent first."""
-        return await self._access.host.run_async(store.errors(self.id, limit))
+        groups = await self._access.host.run_async(store.errors(self.id, limit))
+        if not groups:
+            self._found(await self._access.host.run_async(store.run(self.id)))
+        return groups
 
     def items(self, status: str | None = None) -> Pages[models.Item]:
         """Return the items in order, for ``for`` and ``async for``; read page by page.
@@ -185,7 +191,12 @@ class Run:
             ValueError: there is no such status.
         """
         wanted = None if status is None else str(models.ItemStatus(status))
-        return self._paged(wanted, lambda facts: lambda item: item)
+
+        def converter(facts: models.RunFacts | None) -> Callable[[models.Item], models.Item]:
+            self._found(facts)
+            return lambda item: item
+
+        return self._paged(wanted, converter)
 
     def results(self) -> Pages[Any]:
         """Return the results of the succeeded items in order, for ``for`` and ``async for``.
@@ -212,7 +223,7 @@ class Run:
         )
 
     def _typed(self, facts: models.RunFacts | None) -> Callable[[models.Item], Any]:
-        results = None if facts is None else self._access.result_codec(facts.child_task)
+        results = self._access.result_codec(self._found(facts).child_task)
 
         def convert(item: models.Item) -> Any:
             if results is None:

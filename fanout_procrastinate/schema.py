@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import psycopg.rows
+from psycopg import pq
 
 from fanout_procrastinate import errors
 
@@ -133,7 +134,13 @@ def apply(connection: psycopg.Connection[Any]) -> list[str]:
     Raises:
         ConfigurationError: procrastinate's own tables are missing.
     """
+    if not missing(connection):
+        return []
+    if connection.info.transaction_status is not pq.TransactionStatus.IDLE:
+        connection.commit()
     with connection.transaction():
+        # Whatever the server's default: what others commit while we wait must be seen.
+        connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         _check_host(connection)
         connection.execute(
             "SELECT pg_advisory_xact_lock("
@@ -144,7 +151,7 @@ def apply(connection: psycopg.Connection[Any]) -> list[str]:
         connection.execute("SET LOCAL check_function_bodies = off")
         for script in scripts():
             if script.name in names:
-                connection.execute(script.text.encode())
+                connection.execute(script.text.encode(), prepare=False)
                 connection.execute(_record(script).encode())
     logger.info("Schema applied", extra={"action": "apply_schema", "applied": names})
     return names

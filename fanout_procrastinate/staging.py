@@ -88,9 +88,11 @@ class Packer:
             for value in values:
                 if chunk := self.add(value):
                     yield chunk
-        finally:
+        except BaseException:
             if inspect.isgenerator(values):
-                values.close()
+                with contextlib.suppress(Exception):  # it must not hide why the listing broke off
+                    values.close()
+            raise
         if chunk := self.rest():
             yield chunk
 
@@ -126,6 +128,8 @@ async def closed_at_the_end(iterator: AsyncIterator[Any]) -> AsyncIterator[Async
     """Close a generator at once where the listing breaks off, not when it is collected."""
     try:
         yield iterator
-    finally:
+    except BaseException:
         if inspect.isasyncgen(iterator):
-            await iterator.aclose()
+            with contextlib.suppress(Exception):  # it must not hide why the listing broke off
+                await iterator.aclose()
+        raise

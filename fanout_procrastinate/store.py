@@ -6,6 +6,7 @@ A function builds a `Call`; who runs it (`database.Database` or `host.Host`) is 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -35,6 +36,10 @@ def _first(column: str) -> Callable[[Rows], Any]:
 
 def _json(text: str | None) -> Any:
     return None if text is None else json.loads(text)
+
+
+def _time(text: str | None) -> datetime.datetime | None:
+    return None if text is None else datetime.datetime.fromisoformat(text)
 
 
 # -- starting, staging
@@ -345,9 +350,9 @@ def _items(rows: Rows) -> list[models.Item]:
             attempts=row["failures"] + (row["status"] in ("processing", "succeeded")),
             crashes=row["crashes"],
             sanitised=row["sanitised"],
-            due=row["due"],
-            started_at=row["started_at"],
-            finished_at=row["finished_at"],
+            due=_time(row["due"]),
+            started_at=_time(row["started_at"]),
+            finished_at=_time(row["finished_at"]),
         )
         for row in rows
     ]

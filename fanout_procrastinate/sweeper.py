@@ -54,7 +54,10 @@ class Sweeper:
             except errors.DatabaseError as exc:
                 failed[run_id] = str(exc)
                 logger.exception(
-                    "Run could not be repaired",
+                    "Run %s could not be repaired (%s): %s",
+                    run_id,
+                    finding,
+                    exc,
                     extra={"action": "sweep_failed", "run_id": run_id, "finding": finding},
                 )
                 continue
@@ -95,6 +98,11 @@ def _log_repair(run_id: int, finding: str, counts: dict[str, int]) -> None:
         return
     extra = {"action": "sweep_repair", "run_id": run_id, "finding": finding, "done": counts}
     if counts.get("recounted"):
-        logger.error("Counters disagreed with the items and were repaired", extra=extra)
+        message = "Run %s repaired, whose counters disagreed with its items (%s): %s"
+        logger.error(message, run_id, finding, _words(counts), extra=extra)
     else:
-        logger.warning("Run repaired", extra=extra)
+        logger.warning("Run %s repaired (%s): %s", run_id, finding, _words(counts), extra=extra)
+
+
+def _words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -387,6 +387,7 @@ async def test_job_of_a_callback_that_is_not_owed_does_nothing(
             await run.wait_async(timeout=10)
             await removed.wait_async(timeout=10)
         conn.execute("DELETE FROM fanout_runs WHERE id = %s", [removed.id])
+        conn.execute("DELETE FROM fanout_callbacks WHERE run_id = %s", [removed.id])
         # Retried by hand, and that of a run which retention has removed.
         await app.configure_task("report", queue="reports").defer_async(run_id=run.id, generation=1)
         async with working(app, queues=["reports"]):

@@ -247,6 +247,12 @@ def test_runs_lists_the_newest_first_and_narrows(
     assert ids("--status=completed") == [1]
     assert ids("--tag=night") == [2]
     assert ids("--tag=day") == []
+    assert "whole task name" in cli("runs", "--name=halve").lines[1]
+    assert cli("runs", "--name=papers.halves").lines == ["no runs"]
+
+    waiting = "waits for a worker on queue cli"
+    assert any(line.split(maxsplit=1) == ["manager", waiting] for line in cli("show", 3).lines)
+    assert waiting not in cli("show", 1).out + cli("show", 2).out
 
 
 def test_show_tells_everything_about_a_run(
@@ -274,7 +280,9 @@ def test_show_tells_everything_about_a_run(
 def test_items_are_listed_in_order_and_narrowed(given: Any, cli: Cli) -> None:
     (run_id,) = given([10, -3, 12])
     shown = cli("items", run_id)
-    assert shown.lines[0].split() == ["ITEM", "KEY", "STATUS", "ATTEMPTS", "TOOK", "OUTCOME"]
+    assert shown.lines[0].split() == [
+        "ITEM", "KEY", "PAYLOAD", "STATUS", "ATTEMPTS", "TOOK", "OUTCOME"
+    ]  # fmt: skip
     assert [line.split()[:4] for line in shown.lines[1:]] == [
         ["0", "10", "succeeded", "1"],
         ["1", "-3", "failed", "1"],
@@ -364,6 +372,23 @@ def _told(line: Callable[..., None], seen: threading.Event) -> Callable[..., Non
     return told
 
 
+def test_watch_says_what_a_run_waits_for(
+    app: procrastinate.App, tasks: tuple[Any, Any], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    async def start() -> None:
+        async with opened(app):
+            await tasks[1].defer_async(items=[])
+            await tasks[1].configure(schedule_in=3600).defer_async(items=[1])
+
+    asyncio.run(start())
+    monkeypatch.setattr(reading, "time", types.SimpleNamespace(sleep=interrupt))
+    assert cli("watch", 1).lines[0] == "run 1: waits for a worker on queue cli"
+    assert cli("watch", 2).lines[0].startswith("run 2: waits until ")
+
+
 def test_watch_of_a_cancelled_run_is_no_success(given: Any, cli: Cli) -> None:
     (run_id,) = given([0], work=False)
     assert cli("cancel", run_id).code == 0
@@ -398,14 +423,15 @@ def test_retry_reopens_for_one_type_of_error_or_all(
 ) -> None:
     (run_id,) = given([-3, -1, 0])
     none = cli("retry", run_id, "--error-type=NoSuchError")
-    assert (none.code, stored(app, run_id).generation) == (0, 1)
+    assert (none.code, stored(app, run_id).generation) == (1, 1)
     assert none.lines[0].startswith("no failed items of type NoSuchError")
     one = cli("retry", run_id, "--error-type=ValueError", "--json").json
     assert (one["retried"], one["status"], one["failed"]) == (1, "processing", 1)
     rest = cli("retry", run_id)
     assert rest.lines[0] == "items tried again: 1"
     assert stored(app, run_id).failed == 0
-    assert cli("retry", run_id).lines[0] == "no failed items"
+    again = cli("retry", run_id)
+    assert (again.code, again.lines[0]) == (0, "no failed items")
 
 
 def test_update_changes_an_open_run(
@@ -602,6 +628,7 @@ def test_a_closed_run_is_4(arguments: list[str], given: Any, cli: Cli) -> None:
     shown = cli(arguments[0], run_id, *arguments[1:])
     assert (shown.code, shown.out) == (4, "")
     assert shown.err.startswith("fanout: run 1 is closed (completed)")
+    assert shown.err.endswith(": fanout retry 1\n")
 
 
 def test_a_run_that_was_replaced_cannot_be_retried_4(
@@ -614,7 +641,9 @@ def test_a_run_that_was_replaced_cannot_be_retried_4(
             await tasks[0].map_async([0], run_key="k", if_closed="replace")
 
     asyncio.run(start())
-    assert cli("retry", 1).code == 4
+    shown = cli("retry", 1)
+    assert shown.code == 4
+    assert "start a new run" in shown.err and "fanout retry" not in shown.err
 
 
 @pytest.mark.parametrize(
@@ -672,6 +701,8 @@ def test_an_app_that_cannot_be_used_is_7(app_path: str, said: str, run_main: Cli
     assert (shown.code, shown.out) == (7, "")
     assert said in shown.err
     assert app_path in shown.err
+    own_is_missing = app_path in ("nothing", "no.such.app")
+    assert not own_is_missing or "start from the folder that holds the module" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -681,6 +712,8 @@ def test_an_app_that_cannot_be_used_is_7(app_path: str, said: str, run_main: Cli
         ("import sys; sys.exit(0)", "SystemExit: 0"),
         ("raise ValueError('\\x1b[2J')", "ValueError: \ufffd[2J"),
         ("def", "SyntaxError"),
+        ("import not_there.part", "its module imports not_there: install that"),
+        ("from json import not_there", "its module cannot import that"),
         (
             "import procrastinate\n"
             "app = procrastinate.App(connector=procrastinate.PsycopgConnector(),"

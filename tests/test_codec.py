@@ -369,3 +369,38 @@ class TestOfFunctions:
         assert codec.result_codec(child, namespace=locals()).annotation == Local | None
         with pytest.raises(errors.ConfigurationError, match=r"'item'.*top of the module"):
             codec.item_codec(child)
+
+
+class Secret(pydantic.BaseModel):
+    token: pydantic.SecretStr
+
+
+class Forgetful(pydantic.BaseModel):
+    kept: int
+    lost: int = pydantic.Field(exclude=True)
+
+
+class Climbing(pydantic.BaseModel):
+    level: int
+
+    @pydantic.field_validator("level")
+    @classmethod
+    def climb(cls, value: int) -> int:
+        return value + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (Secret(token=pydantic.SecretStr("hunter2")), "comes back from JSON as something else"),
+        (Forgetful(kept=1, lost=2), "does not come back from JSON"),
+        (Climbing(level=1), "comes back from JSON as something else"),
+    ],
+    ids=["secret", "excluded", "validator"],
+)
+def test_item_that_would_reach_its_child_changed_is_refused(
+    value: pydantic.BaseModel, reason: str
+) -> None:
+    """F10, D05: what cannot be read back is refused before any row exists."""
+    with pytest.raises(errors.InvalidValue, match=reason):
+        codec.Codec(type(value)).dump_item(value)

@@ -52,7 +52,7 @@ def test_any_connection_is_made_to_fit(dsn: str, autocommit: bool) -> None:
 def test_connection_that_cannot_be_made_to_fit_is_closed(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_LEVEL", "SET SESSION nonsense")
+    monkeypatch.setattr(database, "_SESSION", ("SET SESSION nonsense",))
     connect = Counted(dsn)
     own = Database(connect, size=1)
     with pytest.raises(DatabaseError):

@@ -150,6 +150,8 @@ def test_times_that_are_missing_are_empty() -> None:
     assert views.took(NOON, None) == ""
     assert views.took(None, NOON) == ""
     assert re.fullmatch(r"2026-0[67]-\d\d \d\d:\d\d:00", views.moment(NOON))
+    assert views.dated(None) == ""
+    assert re.fullmatch(r"2026-0[67]-\d\d \d\d:\d\d:00 [+-]\d{4}", views.dated(NOON))
 
 
 # -- runs and items
@@ -189,8 +191,20 @@ def test_a_run_in_one_line(run: Progress, line: str) -> None:
     assert views.summary(run) == line
 
 
+def item_row(one: Item) -> dict[str, object]:
+    return {head: column[0] for head, column in views.item_columns([one]).items()}
+
+
 def test_an_item_in_a_row() -> None:
-    assert views.item_row(item()) == (3, '{"id": "a"}', "pending", 0, "", "")
+    assert item_row(item()) == {
+        "item>": 3,
+        "key": "",
+        "payload": '{"id": "a"}',
+        "status": "pending",
+        "attempts>": 0,
+        "took>": "",
+        "outcome": "",
+    }
     done = item(
         key="k" * 50,
         status=ItemStatus.SUCCEEDED,
@@ -199,12 +213,34 @@ def test_an_item_in_a_row() -> None:
         started_at=NOON,
         finished_at=NOON + datetime.timedelta(seconds=2),
     )
-    row = views.item_row(done)
-    assert row[1:5] == ("k" * 39 + "…", "succeeded", 1, "2.0 s")
-    assert len(str(row[5])) == 60
+    row = item_row(done)
+    assert list(row.values())[1:5] == ["k" * 39 + "…", "succeeded", 1, "2.0 s"]
+    assert len(str(row["outcome"])) == 60
     failed = item(error={"type": "ValueError", "message": "m" * 500})
-    assert len(str(views.item_row(failed)[5])) == 200
-    assert views.item_row(item(status=ItemStatus.SUCCEEDED))[5] == "null"
+    assert len(str(item_row(failed)["outcome"])) == 200
+    assert item_row(item(status=ItemStatus.SUCCEEDED))["outcome"] == "null"
+
+
+def test_crashes_and_payloads_have_a_column_where_they_tell_something() -> None:
+    dead, well = item(key="a", crashes=2), item(key="b")
+    assert views.item_columns([dead, well])["crashes>"] == [2, 0]
+    assert not {"crashes>", "payload"} & set(views.item_columns([well]))
+    assert views.item_columns([well, item()])["key"] == ["b", ""]
+
+
+def test_an_item_at_work_has_taken_the_time_since_its_start() -> None:
+    started = views.now() - datetime.timedelta(minutes=90)
+    at_work = item(status=ItemStatus.PROCESSING, started_at=started)
+    assert item_row(at_work)["took>"] == "1 h 30 min"
+    again = item(status=ItemStatus.PENDING, started_at=started)
+    assert item_row(again)["took>"] == ""
+
+
+def test_what_a_run_waits_for() -> None:
+    assert views.wait("papers", None) == views.wait("papers", NOON - datetime.timedelta(days=999))
+    assert views.wait("papers", None) == "waits for a worker on queue papers"
+    later = views.now() + datetime.timedelta(days=1)
+    assert views.wait("papers", later) == f"waits until {views.dated(later)}"
 
 
 def test_an_error_in_a_row() -> None:

@@ -677,20 +677,24 @@ def test_a_process_takes_one_suspect_at_a_time(p: Clocked) -> None:
 def test_an_idle_slot_does_not_stand_in_for_a_suspect(p: Clocked) -> None:
     """Invariant 3: its process may have one in hand; another process must get a job for it."""
     run = p.stage(2, max_in_flight=3)
-    idle = report(p, run, take(p), "released", retry_in=8.0)
-    dying = take(p)
-    assert (idle.position, dying.position) == (1, None) or dying.verdict in ("item", "wait")
-    run = p.stage(2, max_in_flight=3)
-    waiting, dying = take(p), take(p)
-    waiting = report(p, run, waiting, "released", retry_in=100.0)
-    assert waiting.verdict == "ended"
-    p.advance(31)
-    p.sweep()
-    p.advance(11)
-    p.sweep()
+    living, dying = take(p), take(p)
+    for seconds in (15, 15, 15, 9.5):
+        p.advance(seconds)
+        p.renew([(run, living.slot, living.epoch or 0)])
+        p.sweep()
+    assert p.item(run, dying.position or 0)["crashes"] == 0
+    idle = report(p, run, living, "released", retry_in=8.0)
+    assert idle.verdict == "wait"
+    p.advance(1)
+    assert p.sweep() == {run: {"rescued_released": 1, "dealt": 1}}
+    queued = [slot["scheduled_at"] for slot in p.slots(run) if not slot["active"]]
+    assert queued == [None], "now, for the suspect; the idle one waits for the other"
     invariants.check(p.conn)
-    due_now = [s for s in p.slots(run) if not s["active"] and s["scheduled_at"] is None]
-    assert len(due_now) == 1
+    (idle,) = p.report(run, 0, idle.entry(), suspect=False)
+    assert idle.verdict == "wait"
+    p.advance(1.1)
+    assert take(p).position == dying.position
+    invariants.check(p.conn)
 
 
 def test_a_job_whose_worker_died_between_fetch_and_begin(p: Clocked) -> None:
@@ -1014,6 +1018,16 @@ def test_a_lowered_limit(p: Clocked) -> None:
     assert len(p.slots(run)) == 2
     p.update(run, max_in_flight=3)
     assert take(p).verdict == "item" and p.fetch() is None
+    invariants.check(p.conn)
+
+
+def test_a_begin_above_the_limit_is_refused(p: Clocked) -> None:
+    """Invariant 3; E03: whatever was queued, the limit is looked at in the step that takes."""
+    run = p.stage(20, max_in_flight=3)
+    p.execute("UPDATE fanout_runs SET max_in_flight = 1")
+    begun = [take(p).verdict for _ in range(3)]
+    assert begun == ["item", "ended", "ended"]
+    assert len(p.slots(run)) == 1
     invariants.check(p.conn)
 
 
@@ -1437,3 +1451,13 @@ def test_jobs_that_fail_before_they_begin_end_as_stuck(p: Clocked) -> None:
     assert p.run(run)["status"] == "failed"
     assert "before they begin: is the task child known" in p.run(run)["reason"]
     assert p.counts(run)["cancelled"] == 3
+
+
+def test_the_first_failure_is_the_last_where_none_is_tolerated(p: Clocked) -> None:
+    """A10: the report that crosses the tolerance hands out nothing more."""
+    run = p.stage(5, max_in_flight=1, tolerate_count=0)
+    after = report(p, run, take(p), "failed")
+    assert (after.verdict, after.stop) == ("ended", True)
+    p.stop(run, "failed")
+    assert p.counts(run) == {"failed": 1, "cancelled": 4}
+    assert "1 of 5, tolerated: 0" in p.run(run)["reason"]

@@ -221,11 +221,23 @@ async def test_unknown_run(app: procrastinate.App, conn: Conn) -> None:
         ):
             with pytest.raises(RunNotFound, match=f"no run {run.id}: it never existed, or"):
                 await call
-        assert await run.errors_async() == []
-        assert [item async for item in run.items()] == []
-        assert [result async for result in run.results()] == []
+        with pytest.raises(RunNotFound):
+            await run.errors_async()
+        for pages in (run.items(), run.results()):
+            with pytest.raises(RunNotFound):
+                _ = [row async for row in pages]
     with app.open():
-        for sync_call in (run.progress, run.cancel, run.pause, run.resume, run.retry_failed):
+        for pages in (run.items(), run.results()):
+            with pytest.raises(RunNotFound):
+                list(pages)
+        for sync_call in (
+            run.errors,
+            run.progress,
+            run.cancel,
+            run.pause,
+            run.resume,
+            run.retry_failed,
+        ):
             with pytest.raises(RunNotFound):
                 sync_call()
         with pytest.raises(RunNotFound):

@@ -90,8 +90,11 @@ def test_silent_slot_is_rescued_at_the_second_look(
     (reply,) = own.run(store.report(run_id, 0, [entry(lost)], suspect=True))
     assert reply.verdict == "lost"
     assert not sweep.sweep_once().changed
-    repairs = [vars(record) for record in caplog.records if record.message == "Run repaired"]
-    assert [repair["done"] for repair in repairs] == [{"marked": 2}, report.done]
+    assert [vars(record)["done"] for record in caplog.records] == [{"marked": 2}, report.done]
+    assert [record.message for record in caplog.records] == [
+        f"Run {run_id} repaired (silent slot): marked 2",
+        f"Run {run_id} repaired (silent slot): rescued_released 1, dealt 1",
+    ]
     invariants.check(conn, run_id)
 
 
@@ -143,7 +146,7 @@ def test_missed_close_is_made_up_for(
     assert progress(own, run_id).status == "completed"
     assert [job["task_name"] for job in jobs(conn)] == ["done"]
     assert not sweep.sweep_once().changed and len(jobs(conn)) == 1
-    disagreed = "Counters disagreed with the items and were repaired" in caplog.text
+    disagreed = "counters disagreed with its items" in caplog.text
     assert disagreed is (wrong != 0)
     invariants.check(conn, run_id)
 
@@ -170,7 +173,9 @@ def test_run_that_cannot_be_repaired_does_not_stop_the_others(
     assert list(report.errors) == [runs[2]] and "not this one" in report.errors[runs[2]]
     assert report.done == {"lost_jobs": 8, "dealt": 8}
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert (record.message, vars(record)["run_id"]) == ("Run could not be repaired", runs[2])
+    assert vars(record)["run_id"] == runs[2]
+    assert record.message.startswith(f"Run {runs[2]} could not be repaired (")
+    assert "not this one" in record.message
     conn.execute("DROP TRIGGER obstacle ON fanout_slots")
     report = sweep.sweep_once()
     assert set(report.runs) == {runs[2]} and report.done == {"lost_jobs": 2, "dealt": 2}

@@ -26,7 +26,10 @@ def _resume(use: session.Session) -> command.Exit:
 
 
 def _retry(use: session.Session) -> command.Exit:
-    """Make a run's failed items due now, as if never tried; a closed run opens again."""
+    """Make a run's failed items due now, as if never tried; a closed run opens again.
+
+    The exit code is 1 if no item failed with the given type of error.
+    """
     chosen = use.run
     error_type = use.options.error_type
     items = chosen.retry_failed(error_type=error_type)
@@ -36,7 +39,8 @@ def _retry(use: session.Session) -> command.Exit:
         note = "no failed items"
     else:
         note = f"no failed items of type {error_type}: `errors {chosen.id}` shows the types"
-    return _told(use, chosen.progress(), note, retried=items)
+    told = _told(use, chosen.progress(), note, retried=items)
+    return command.Exit.FINDING if error_type is not None and not items else told
 
 
 def _update(use: session.Session) -> command.Exit:

@@ -11,7 +11,7 @@ from fanout_procrastinate.cli import command, display, session
 def _schema(use: session.Session) -> command.Exit:
     """Create, check or print the fan-out tables and functions in the database.
 
-    procrastinate's own must be there first: procrastinate --app=... schema --apply
+    procrastinate's own must be there first: python -m procrastinate --app=... schema --apply
     """
     if use.options.action == "read":
         sql = schema.read()

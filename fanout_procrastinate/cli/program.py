@@ -21,7 +21,7 @@ _EXIT_CODES = """\
 exit codes:
   0    done
   1    something was found: `schema --check` misses parts, `sweep` could not repair a run,
-       `audit` found a contradiction
+       `audit` found a contradiction; or nothing was: `retry --error-type` found no such item
   2    the command line cannot be understood, or a value cannot work
   3    there is no such run
   4    the run is closed
@@ -82,8 +82,21 @@ def _run(options: argparse.Namespace) -> int:
     except errors.FanoutError as exc:
         if options.verbose:
             _say(traceback.format_exc())
-        _say(f"{_PROGRAM}: {exc}")
+        _say(f"{_PROGRAM}: {_message(exc, chosen.name)}")
         return next(code for kind, code in _EXITS if isinstance(exc, kind))
+
+
+def _message(exc: errors.FanoutError, command_name: str) -> str:
+    """The error in the command line's words."""
+    if not isinstance(exc, errors.RunClosed):
+        return str(exc)
+    closed = f"run {exc.run_id} is closed ({exc.status})"
+    if command_name == "retry":
+        return f"{closed} for good: its key was replaced, or it is being stopped; start a new run"
+    return (
+        f"{closed} and cannot be changed; start a new run, or reopen this one: "
+        f"{_PROGRAM} retry {exc.run_id}"
+    )
 
 
 def _say(text: str) -> None:

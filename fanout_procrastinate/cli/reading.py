@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterable, Sequence
 
@@ -27,6 +28,10 @@ def _runs(use: session.Session) -> command.Exit:
             screen.table(views.RUNS, map(views.run_row, found))
         else:
             screen.line("no runs")
+            if options.name and "." not in options.name:
+                screen.line(
+                    "--name wants the manager's whole task name, such as papers.extract_folder"
+                )
 
     use.answer([progress.as_dict() for progress in found], show)
     return command.Exit.OK
@@ -36,6 +41,7 @@ def _show(use: session.Session) -> command.Exit:
     """Show a run: progress, times, callbacks, and its most frequent errors."""
     shown = use.run
     facts, progress, groups = shown.facts, shown.progress(), shown.errors(_ERRORS_SHOWN)
+    waits = _wait(use, facts, progress)
     data = progress.as_dict() | {
         "run_key": facts.run_key,
         "args": dict(facts.args),
@@ -47,12 +53,21 @@ def _show(use: session.Session) -> command.Exit:
 
     def show(screen: display.Screen) -> None:
         screen.line(views.summary(progress))
-        screen.fields(views.run_fields(facts, progress))
+        screen.fields(views.run_fields(facts, progress, waits))
         if groups:
             screen.table(views.ERRORS, map(views.error_row, groups))
 
     use.answer(data, show)
     return command.Exit.OK
+
+
+def _wait(use: session.Session, facts: models.RunFacts, progress: models.Progress) -> str:
+    """What a run waits for whose manager has not begun; else nothing."""
+    if facts.manager_task is None or progress.status is not models.RunStatus.PENDING:
+        return ""
+    jobs = use.owner.app.job_manager.list_jobs(task=facts.manager_task, status="todo")
+    mine = (job for job in jobs if job.task_kwargs.get("run_id") == facts.run_id)
+    return next((views.wait(job.queue, job.scheduled_at) for job in mine), "")
 
 
 def _items(use: session.Session) -> command.Exit:
@@ -70,7 +85,8 @@ def _show_items(screen: display.Screen, items: Iterable[models.Item], limit: int
     if not found:
         screen.line("no items")
         return
-    screen.table(views.ITEMS, map(views.item_row, found[:limit]))
+    columns = views.item_columns(found[:limit])
+    screen.table(tuple(columns), zip(*columns.values(), strict=True))
     if len(found) > limit:
         screen.line(f"only the first {limit} are shown: --limit=N shows more")
 
@@ -97,12 +113,21 @@ def _watch(use: session.Session) -> command.Exit:
     """
     owner = use.owner
     watched = [owner.get_run(run_id) for run_id in dict.fromkeys(use.options.runs)]
+    if not use.options.json:
+        _say_what_waits(use, watched)
     with use.live() as update:
         latest = _until_closed(watched, update)
     if use.options.json:
         use.answer([latest[one.id].as_dict() for one in watched], lambda screen: None)
     clean = all(one.status == "completed" and one.failed == 0 for one in latest.values())
     return command.Exit.OK if clean else command.Exit.UNCLEAN
+
+
+def _say_what_waits(use: session.Session, watched: Sequence[run.Run]) -> None:
+    screen = display.screen(sys.stdout)
+    for one in watched:
+        if waits := _wait(use, one.facts, one.progress()):
+            screen.line(f"run {one.id}: {waits}")
 
 
 def _until_closed(watched: Sequence[run.Run], update: display.Update) -> dict[int, models.Progress]:

@@ -119,12 +119,20 @@ def load(path: str) -> procrastinate.App:
             app = procrastinate.App.from_path(path)
             app.perform_import_paths()  # type: ignore[no-untyped-call]
     except procrastinate.exceptions.LoadFromPathError as exc:
-        raise AppNotLoaded(
-            f"cannot load the app {path}: {exc}; give --app=module.attribute, and start from the "
-            "folder that holds the module"
-        ) from exc
+        raise AppNotLoaded(f"cannot load the app {path}: {exc}; {_remedy(path, exc)}") from exc
     except (Exception, SystemExit) as exc:  # a user's module
         raise AppNotLoaded(
             f"cannot load the app {path}: {type(exc).__name__}: {exc} (--verbose shows where)"
         ) from exc
     return app
+
+
+def _remedy(path: str, exc: BaseException) -> str:
+    """What to do about an app that is not found: itself, or what its module imports."""
+    cause = exc.__cause__
+    missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    if missing and not f"{path}.".startswith(f"{missing}."):
+        return f"its module imports {missing}: install that, or start from the folder that holds it"
+    if isinstance(cause, ImportError) and missing is None:
+        return "its module cannot import that (--verbose shows where)"
+    return "give --app=module.attribute, and start from the folder that holds the module"

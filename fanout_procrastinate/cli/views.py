@@ -55,6 +55,23 @@ def moment(when: datetime.datetime | None) -> str:
     return "" if when is None else when.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def dated(when: datetime.datetime | None) -> str:
+    """Return a time in the reader's time zone, and which that is."""
+    return "" if when is None else f"{moment(when)} {when.astimezone():%z}"
+
+
+def now() -> datetime.datetime:
+    """Return this machine's time: near enough for people to read."""
+    return datetime.datetime.now(tz=datetime.UTC)
+
+
+def wait(queue: str, due: datetime.datetime | None) -> str:
+    """Return what a run waits for whose manager job is not at work yet."""
+    if due is not None and due > now():
+        return f"waits until {dated(due)}"
+    return f"waits for a worker on queue {queue}"
+
+
 def took(start: datetime.datetime | None, end: datetime.datetime | None) -> str:
     """Return in words how long something took, once it has ended."""
     return "" if start is None or end is None else duration((end - start).total_seconds())
@@ -103,7 +120,6 @@ def _totals(progress: models.Progress) -> str:
 # -- tables
 
 RUNS = ("run>", "name", "status", "done>", "total>", "failed>", "created>", "took>")
-ITEMS = ("item>", "key", "status", "attempts>", "took>", "outcome")
 ERRORS = ("failed>", "error", "item>", "key", "sample")
 
 
@@ -121,16 +137,31 @@ def run_row(progress: models.Progress) -> Sequence[object]:
     )
 
 
-def item_row(item: models.Item) -> Sequence[object]:
-    """Return a row of `ITEMS`; an item without a key is shown by its payload."""
-    return (
-        item.position,
-        compact(item.payload, _LONGEST_KEY) if item.key is None else cut(item.key, _LONGEST_KEY),
-        item.status,
-        item.attempts,
-        took(item.started_at, item.finished_at),
-        _outcome(item),
-    )
+def item_columns(items: Sequence[models.Item]) -> dict[str, Sequence[object]]:
+    """Return the columns of a table of items by head.
+
+    Payloads are shown where keys do not tell the items apart, crashes where there are any. What is
+    at work has taken the time since its start.
+    """
+    columns: dict[str, Sequence[object]] = {
+        "item>": [item.position for item in items],
+        "key": [cut(item.key or "", _LONGEST_KEY) for item in items],
+    }
+    if any(item.key is None for item in items):
+        columns["payload"] = [compact(item.payload, _LONGEST_KEY) for item in items]
+    columns["status"] = [item.status for item in items]
+    columns["attempts>"] = [item.attempts for item in items]
+    if any(item.crashes for item in items):
+        columns["crashes>"] = [item.crashes for item in items]
+    return columns | {
+        "took>": [_item_took(item) for item in items],
+        "outcome": [_outcome(item) for item in items],
+    }
+
+
+def _item_took(item: models.Item) -> str:
+    at_work = item.status is models.ItemStatus.PROCESSING
+    return took(item.started_at, now() if at_work else item.finished_at)
 
 
 def _outcome(item: models.Item) -> str:
@@ -155,13 +186,14 @@ def error_row(group: models.ErrorGroup) -> Sequence[object]:
 # -- a run at length
 
 
-def run_fields(facts: models.RunFacts, progress: models.Progress) -> Fields:
+def run_fields(facts: models.RunFacts, progress: models.Progress, waits: str = "") -> Fields:
     """Return everything about a run as named values; what is not there is empty."""
     yield "name", facts.name
     yield "run key", facts.run_key
     yield "tags", ", ".join(facts.tags)
     yield "arguments", compact(dict(facts.args), _LONGEST_MESSAGE)
     yield "child", f"{facts.child_task} in queue {facts.child_queue}"
+    yield "manager", waits
     yield from _counts(progress)
     yield from _times(progress)
 
@@ -181,9 +213,9 @@ def _counts(progress: models.Progress) -> Fields:
 
 
 def _times(progress: models.Progress) -> Fields:
-    yield "created", moment(progress.created_at)
-    yield "scheduled", moment(progress.scheduled_at)
-    yield "started", moment(progress.started_at)
-    yield "deadline", moment(progress.deadline)
-    yield "closed", moment(progress.closed_at)
+    yield "created", dated(progress.created_at)
+    yield "scheduled", dated(progress.scheduled_at)
+    yield "started", dated(progress.started_at)
+    yield "deadline", dated(progress.deadline)
+    yield "closed", dated(progress.closed_at)
     yield "took", took(progress.started_at, progress.closed_at)

@@ -172,8 +172,10 @@ ORDER BY r.id DESC
 
 -- items --
 -- One page of items, by position. In a stopped ledger a pending row reads as cancelled; before the
--- seal, and after a close before the seal, there are none. Index: fanout_items_pkey.
-SELECT t.position, t.item_key, t.status, t.failures, t.crashes, t.due, t.started_at, t.finished_at,
+-- seal, and after a close before the seal, there are none. Times travel as JSON has them, whatever
+-- the session's DateStyle. Index: fanout_items_pkey.
+SELECT t.position, t.item_key, t.status, t.failures, t.crashes, to_jsonb(t.due) #>> '{}' AS due,
+    to_jsonb(t.started_at) #>> '{}' AS started_at, to_jsonb(t.finished_at) #>> '{}' AS finished_at,
     t.sanitised, t.payload::text AS payload, t.result::text AS result, t.error::text AS error
 FROM (
     SELECT i.position, i.item_key, i.failures, i.crashes, i.due, i.started_at, i.finished_at,
@@ -189,8 +191,9 @@ ORDER BY t.position LIMIT %(limit)s
 
 -- failed_items --
 -- One page of failed items. Index: fanout_items_error_idx, then sorted by position.
-SELECT position, item_key, status, failures, crashes, due, started_at, finished_at, sanitised,
-    payload::text AS payload, result::text AS result, error::text AS error
+SELECT position, item_key, status, failures, crashes, to_jsonb(due) #>> '{}' AS due,
+    to_jsonb(started_at) #>> '{}' AS started_at, to_jsonb(finished_at) #>> '{}' AS finished_at,
+    sanitised, payload::text AS payload, result::text AS result, error::text AS error
 FROM fanout_items
 WHERE run_id = %(run_id)s AND error_type IS NOT NULL AND position > %(after)s
 ORDER BY position LIMIT %(limit)s

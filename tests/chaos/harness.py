@@ -25,6 +25,7 @@ REST_SECONDS = 120.0
 worker is dead which had fetched a job and not begun it."""
 _AUDIT_SECONDS = 60.0
 _LOOK_SECONDS = 2.0
+_OWED = "SELECT run_id FROM fanout_callbacks WHERE state IN ('owed', 'running')"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,10 +148,8 @@ class Round:
         """Wait until every run is closed and every callback is called; return the seconds."""
         began = time.monotonic()
         while time.monotonic() - began < REST_SECONDS:
-            owed = stage.query(
-                "SELECT run_id FROM fanout_callbacks WHERE state IN ('owed', 'running')"
-            )
-            if not owed and not workload.open_runs():
+            # In this order: a close owes callbacks.
+            if not workload.open_runs() and not stage.query(_OWED):
                 break
             time.sleep(0.2)
         return time.monotonic() - began

@@ -581,6 +581,13 @@ BEGIN
         v_want := v_want || v_counted;
     END IF;
 
+    -- A report never stops a run: it marks it, and its process sends the stop. It hands out nothing
+    -- more either.
+    v_stop := v_judge AND r.closing IS NULL AND r.status = 'processing'
+        AND fanout_intolerable_v1(v_failed_total + coalesce(v_done[2], 0), r.total,
+            r.tolerate_count, r.tolerate_share);
+    v_blocked := v_blocked OR v_stop;
+
     -- Who wants another item, and may have one?
     FOR i IN 1 .. n LOOP
         IF i = ANY (v_want) AND (v_blocked OR p_wishes[i] = 'end' OR r.surplus > 0
@@ -684,10 +691,6 @@ BEGIN
 
     v_complete := led.open AND led.succeeded + led.failed + led.cancelled >= led.size;
     IF v_need_run AND (v_complete OR v_judge OR cardinality(v_ended) > 0) THEN
-        -- A report never stops a run: it marks it, and its process sends the stop.
-        v_stop := v_judge AND r.closing IS NULL AND r.status = 'processing'
-            AND fanout_intolerable_v1(v_failed_total + coalesce(v_done[2], 0), r.total,
-                r.tolerate_count, r.tolerate_share);
         UPDATE fanout_runs
         SET open_ledgers = open_ledgers - v_complete::integer, surplus = r.surplus,
             closing = CASE WHEN v_stop THEN 'failed' ELSE closing END,
