@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import procrastinate
+import procrastinate.connector
 import procrastinate.exceptions
+import procrastinate.testing
 import psycopg
 import psycopg.conninfo
 import psycopg.rows
@@ -44,9 +46,9 @@ class Host:
             SchemaError: the tables are missing.
             DatabaseError: anything else that the driver raised.
         """
-        connector = self.app.connector.get_sync_connector()
         if connection is not None:
             return self._run_on(connection, call)
+        connector = self._sync_connector()
         for attempt in range(_TRIES):
             try:
                 return call.parse(connector.execute_query_all(call.sql, **call.params))
@@ -58,7 +60,9 @@ class Host:
     async def run_async(self, call: store.Call[T], *, connection: Any = None) -> T:
         """Run a call without blocking the loop; otherwise like `run`."""
         connector = self.app.connector
+        _check_database(connector)
         if connection is not None:
+            _check_connection(connector, connection)
             if isinstance(connection, psycopg.Connection):
                 raise errors.ConfigurationError(
                     "this connection is sync: give a psycopg.AsyncConnection, or call defer"
@@ -86,7 +90,18 @@ class Host:
             await asyncio.sleep(database.pause_before(attempt))
         raise AssertionError("unreachable")
 
+    def _sync_connector(self) -> Any:
+        found = self.app.connector.get_sync_connector()
+        _check_database(found)
+        if isinstance(found, procrastinate.connector.BaseAsyncConnector) and _in_a_loop():
+            raise errors.ConfigurationError(
+                "an event loop runs in this thread and the app is open for it: await the _async "
+                "twin of this call instead"
+            )
+        return found
+
     def _run_on(self, connection: Any, call: store.Call[T]) -> T:
+        _check_connection(self.app.connector, connection)
         if isinstance(connection, psycopg.AsyncConnection):
             raise errors.ConfigurationError(
                 "this connection is async: give a psycopg.Connection, or call defer_async"
@@ -105,6 +120,32 @@ class Host:
             )
         except procrastinate.exceptions.ConnectorException as exc:
             raise _mapped(exc) from exc
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check_database(connector: Any) -> None:
+    if type(connector) is procrastinate.testing.InMemoryConnector:
+        raise errors.ConfigurationError(
+            "a run needs PostgreSQL, and this app's connector keeps everything in memory; in tests "
+            "use fanout_procrastinate.testing.run_inline, which needs no database"
+        )
+
+
+def _check_connection(connector: Any, connection: Any) -> None:
+    # Connectors of other drivers take what they take.
+    ours = procrastinate.PsycopgConnector, procrastinate.SyncPsycopgConnector
+    if isinstance(connector, ours) and not hasattr(connection, "cursor"):
+        raise errors.ConfigurationError(
+            f"connection={connection!r} is no database connection; give the one whose transaction "
+            "the run is to join, such as a psycopg.Connection"
+        )
 
 
 def _mapped(exc: procrastinate.exceptions.ConnectorException) -> errors.FanoutError:

@@ -50,7 +50,7 @@ MODULE = "papers"
 
 _FENCE = re.compile(r"(?P<fence>`{3,}|:{3,})(?P<info>[^`]*)")
 _CHECK = re.compile(r"(?:% check:|<!-- check:) (?P<expression>.*?)(?: -->)?")
-_COMMAND = re.compile(r"`((?:fanout|make|procrastinate) [^`\n]+)`")
+_COMMAND = re.compile(r"`((?:fanout|make|pip|python -m|procrastinate) [^`\n]+)`")
 _PROVED = re.compile(r"`(tests/[a-z_/]+\.py)::([A-Za-z_:]+)`")
 
 
@@ -267,6 +267,8 @@ def test_what_is_not_run_says_why(page: Path) -> None:
 
 
 def _parse(words: list[str]) -> None:
+    if words[:3] == ["python", "-m", "procrastinate"]:
+        words = words[2:]
     if words[0] == "fanout" and len(words) == 2:
         assert words[1] in _subcommands()
     elif words[0] == "fanout":
@@ -279,7 +281,23 @@ def _parse(words: list[str]) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif words[:2] == ["python", "-m"]:
-        assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists()
+        module = ROOT / words[2].replace(".", "/")
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+    elif words[:2] == ["pip", "install"]:
+        _check_extras(words[2])
+    elif words[0] == "cp":
+        assert (ROOT / words[-2].removeprefix("path/to/clone/")).exists()
+
+
+def _check_extras(wanted: str) -> None:
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    found = re.fullmatch(r"(?:fanout_procrastinate|\.)\[([a-z,]+)\]", wanted)
+    assert found is not None and set(found[1].split(",")) <= set(extras), wanted
+
+
+def _needs_path(line: str) -> bool:
+    """Whether a line would look for the app's module elsewhere than in the current folder."""
+    return re.match(r"procrastinate .*(--app|-a)\b", line) is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -288,6 +306,7 @@ def test_commands_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.app = procrastinate.App(connector=InMemoryConnector())  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
     for line in shell_lines(page):
+        assert not _needs_path(line), f"{line}: say python -m procrastinate"
         try:
             _parse(shlex.split(line))
         except SystemExit as exc:

@@ -423,7 +423,9 @@ def test_the_demonstration_of_an_empty_folder(shared_directory: Path) -> None:
     demo = _start_demo(shared_directory, "none", papers, "--out", shared_directory / "out")
     output, errors = demo.communicate(timeout=90)
     assert demo.returncode == 0, errors
-    assert output.splitlines()[-1] == "run 1: completed, 0 items, 0 succeeded, 0 failed"
+    lines = output.splitlines()
+    assert f"There is no *.pdf below {papers.resolve()}" in lines
+    assert lines[-1] == "run 1: completed, 0 items, 0 succeeded, 0 failed"
 
 
 @pytest.mark.acceptance

@@ -191,3 +191,23 @@ def test_async_settings_are_refused_with_a_remedy(dsn: str) -> None:
 def test_host_and_own_connections_try_as_often() -> None:
     assert host._TRIES == database_module._TRIES
     assert host.Host(unconnected()).app is not None
+
+
+def test_connector_without_a_database_is_refused() -> None:
+    """The remedy is named: a run cannot be kept in memory."""
+    app = procrastinate.App(connector=procrastinate.testing.InMemoryConnector())
+    with pytest.raises(ConfigurationError, match="needs PostgreSQL"):
+        host.Host(app).run(store.progress(1))
+
+
+def test_connection_that_is_none_is_refused(app: procrastinate.App) -> None:
+    with pytest.raises(ConfigurationError, match="is no database connection"):
+        host.Host(app).run(store.progress(1), connection=object())
+
+
+async def test_sync_call_on_the_loops_own_thread_names_the_async_twin(
+    app: procrastinate.App,
+) -> None:
+    async with app.open_async():
+        with pytest.raises(ConfigurationError, match="_async"):
+            host.Host(app).run(store.progress(1))

@@ -93,7 +93,7 @@ def test_silent_slot_is_rescued_at_the_second_look(
     assert [vars(record)["done"] for record in caplog.records] == [{"marked": 2}, report.done]
     assert [record.message for record in caplog.records] == [
         f"Run {run_id} repaired (silent slot): marked 2",
-        f"Run {run_id} repaired (silent slot): rescued_released 1, dealt 1",
+        f"Run {run_id} repaired (silent slot): dealt 1, rescued_released 1",
     ]
     invariants.check(conn, run_id)
 

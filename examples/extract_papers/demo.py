@@ -152,6 +152,8 @@ async def _follow(
                 async with asyncio.timeout(REPORT_SECONDS):
                     progress = await _until(_called_back, run, display, workers)
         rows = [report.row_of(item) async for item in run.items()]
+    if not rows:
+        display.say(f"There is no *.pdf below {options.folder}")
     display.results(rows)
     if progress.reason:
         display.say(f"Reason: {progress.reason}")
