@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import procrastinate
-import procrastinate.connector
 import procrastinate.exceptions
 import procrastinate.testing
 import psycopg
@@ -93,7 +92,7 @@ class Host:
     def _sync_connector(self) -> Any:
         found = self.app.connector.get_sync_connector()
         _check_database(found)
-        if isinstance(found, procrastinate.connector.BaseAsyncConnector) and _in_a_loop():
+        if isinstance(found, procrastinate.PsycopgConnector) and _in_a_loop():
             raise errors.ConfigurationError(
                 "an event loop runs in this thread and the app is open for it: await the _async "
                 "twin of this call instead"

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import re
 import shlex
@@ -281,8 +282,7 @@ def _parse(words: list[str]) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif words[:2] == ["python", "-m"]:
-        module = ROOT / words[2].replace(".", "/")
-        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+        assert importlib.util.find_spec(words[2]) is not None
     elif words[:2] == ["pip", "install"]:
         _check_extras(words[2])
     elif words[0] == "cp":

@@ -623,6 +623,30 @@ async def test_overtaken_manager_stages_nothing_more(
     invariants.check(conn)
 
 
+async def test_a_job_of_ours_that_somebody_deferred_is_no_start(
+    app: procrastinate.App, child: Child[Any, Any], conn: Conn, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `procrastinate defer` would: it says how to start, and nothing is listed."""
+
+    def lister(folder: str) -> Iterator[Paper]:
+        yield from papers(3)
+
+    fanout_manager(app, child=child, name="lister")(lister)
+    by_hand: list[tuple[str, dict[str, Any]]] = [
+        ("lister", {"folder": "papers"}),
+        ("lister", {}),
+        ("child", {"item": 1}),
+    ]
+    async with serving(app):
+        for name, args in by_hand:
+            await app.configure_task(name).defer_async(**args)
+        await wait_until_async(lambda: {job["status"] for job in jobs(conn)} == {"failed"})
+    failures = [str(line.exc_info[1]) for line in caplog.records if line.exc_info]
+    assert len(failures) == len(by_hand)
+    assert all("a start runs with .defer() of the manager" in failure for failure in failures)
+    assert conn.execute("SELECT FROM fanout_runs").fetchall() == []
+
+
 async def test_manager_job_retried_by_hand_lists_nothing(
     app: procrastinate.App, child: Child[Any, Any], conn: Conn
 ) -> None:

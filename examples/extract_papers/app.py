@@ -1,8 +1,8 @@
 """The fan-out: list the PDF files of a folder, read each one, report when all are done.
 
 In the checkout, start workers with
-`python -m procrastinate --app=examples.extract_papers.app.app worker --queues=papers`; the database is
-that of `FANOUT_EXAMPLE_DSN`, else of the usual `PG...` variables.
+`python -m procrastinate --app=examples.extract_papers.app.app worker --queues=papers`; the database
+is that of `FANOUT_EXAMPLE_DSN`, else of the usual `PG...` variables.
 """
 
 import os
