@@ -119,7 +119,7 @@ def _check_host(connection: psycopg.Connection[Any]) -> None:
     if not row or not row[0]:
         raise errors.ConfigurationError(
             "procrastinate's own tables are missing in this database, or older than version 3; "
-            "first run: procrastinate --app=... schema --apply"
+            "first run: python -m procrastinate --app=... schema --apply"
         )
 
 

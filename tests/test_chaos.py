@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import pytest
 from psycopg import conninfo
 
 from tests import servers
-from tests.chaos import crew, faults, judges, pieces, plan
+from tests.chaos import breakage, crew, faults, hands, judges, pieces, plan
 from tests.chaos.__main__ import report
-from tests.chaos.harness import Result
+from tests.chaos.harness import Options, Result
 from tests.chaos.proxy import Proxy
 from tests.chaos.record import Record
 from tests.waiting import wait_until
@@ -69,7 +69,9 @@ def test_a_long_round_has_each_kind_and_enough_of_them() -> None:
     long = plan.plan(SEED, 300)
     assert len(long) > 150
     assert {fault.kind for fault in long} == set(plan.WEIGHTS)
-    assert all(hasattr(faults.Faults, f"_{kind.replace(' ', '_')}") for kind in plan.WEIGHTS)
+    for kind in plan.WEIGHTS:
+        name = kind.replace(" ", "_")
+        assert hasattr(breakage.Breakage, name) or hasattr(hands.Hands, name), kind
 
 
 # -- the proxy
@@ -230,12 +232,17 @@ ITEM = {
     **PLACE, "status": "succeeded", "claim": 1, "failures": 0, "crashes": 0,
     "result": {"mark": "m"}, "error": None, "error_type": None, "payload": {"name": "piece 0"},
 }  # fmt: skip
-CHANGE = {**PLACE, "claim": 1, "failures": 0, "crashes": 0, "was_crashes": 0, "at": NOW}
+CHANGE = {
+    **PLACE, "claim": 1, "failures": 0, "crashes": 0, "was_crashes": 0, "at": NOW, "by": "w",
+}  # fmt: skip
+HANDED = {**CHANGE, "was": "pending", "status": "processing"}
 CALLBACK = {"run_id": 1, "generation": 1, "task": "app.complete"}
 GOOD = Record(
+    lease=2.0,
+    spans=[],
     specs={1: SPEC},
     cancelled=frozenset(),
-    lives=[crew.Life(pid=7, began=NOW.timestamp(), stops=[(_at(20), _at(30))], ended=_at(60))],
+    lives=[crew.Life(name="w", pid=7, began=_at(0), stops=[(_at(20), _at(30))], ended=_at(60))],
     lines=[START, END, {**CALL, "event": "call"}, {**CALL, "event": "called"}],
     runs=[
         {
@@ -246,7 +253,7 @@ GOOD = Record(
     items=[ITEM],
     callbacks=[{**CALLBACK, "state": "done"}],
     item_changes=[
-        {**CHANGE, "was": "pending", "status": "processing"},
+        HANDED,
         {**CHANGE, "was": "processing", "status": "succeeded", "at": NOW + timedelta(seconds=3)},
     ],
     run_changes=[{"run_id": 1, "generation": 1, "was": "processing", "status": "completed"}],
@@ -256,7 +263,7 @@ GOOD = Record(
 )  # fmt: skip
 
 
-def _changed(row: dict[str, Any], **values: Any) -> list[dict[str, Any]]:
+def _changed(row: Mapping[str, Any], **values: Any) -> list[dict[str, Any]]:
     return [{**row, **values}]
 
 
@@ -276,119 +283,148 @@ def test_judges_find_nothing_in_a_good_record() -> None:
     assert GOOD.longest_stall() == 0.0
 
 
-BAD: dict[str, list[tuple[judges.Judge, dict[str, Any]]]] = {
-    "a run that is gone": [(judges.runs_are_closed, {"runs": []})],
-    "an open run": [
-        (judges.runs_are_closed, {"runs": _changed(dict(GOOD.runs[0]), status="processing")})
-    ],
-    "a run that nobody cancelled": [
-        (judges.runs_are_closed, {"runs": _changed(dict(GOOD.runs[0]), status="cancelled")})
-    ],
-    "a run with items too few": [
-        (judges.runs_are_closed, {"runs": _changed(dict(GOOD.runs[0]), total=0)})
-    ],
-    "an item at work": [(judges.items_are_final, {"items": _changed(ITEM, status="processing")})],
-    "an item dropped": [(judges.items_are_final, {"items": _changed(ITEM, status="cancelled")})],
-    "an item that ended twice": [
-        (
-            judges.items_end_once,
-            {
-                "item_changes": [
-                    *GOOD.item_changes,
-                    {**CHANGE, "was": "succeeded", "status": "failed"},
-                ]
-            },
-        )
-    ],
-    "an item whose past was rewritten": [
-        (
-            judges.items_end_once,
-            {
-                "item_changes": [
-                    {**CHANGE, "was": "pending", "status": "processing"},
-                    {**CHANGE, "was": "pending", "status": "processing"},
-                ]
-            },
-        )
-    ],
-    "a claim begun twice": [(judges.claims_are_begun_once, {"lines": [START, START, END]})],
-    "an outcome of nobody": [
-        (judges.outcomes_are_of_the_last_try, {"lines": [START, {**END, "mark": "other"}]})
-    ],
-    "an outcome of an earlier claim": [
-        (judges.outcomes_are_of_the_last_try, {"items": _changed(ITEM, claim=2)})
-    ],
-    "a failure not counted": [
-        (judges.outcomes_are_of_the_last_try, {"items": _changed(ITEM, failures=1)})
-    ],
-    "a worker lost too seldom": [
-        (
-            judges.outcomes_are_of_the_last_try,
-            {"items": _changed(ITEM, status="failed", error_type="WorkerLost", crashes=2)},
-        )
-    ],
-    "a poison item that succeeded": [
-        (
-            judges.items_end_as_they_must,
-            {"items": _changed(ITEM, payload={"name": "piece 0", "deed": "poison"})},
-        )
-    ],
-    "a run that closed twice": [
-        (judges.runs_close_once, {"run_changes": [*GOOD.run_changes, *GOOD.run_changes]})
-    ],
-    "a callback owed": [
-        (judges.callbacks_are_done_once, {"callbacks": [{**CALLBACK, "state": "owed"}]})
-    ],
-    "a callback never called": [(judges.callbacks_are_done_once, {"lines": [START, END]})],
-    "a callback done twice": [
-        (
-            judges.callbacks_are_done_once,
-            {"callback_changes": [*GOOD.callback_changes, *GOOD.callback_changes]},
-        )
-    ],
-    "a callback begun when it was done": [
-        (
-            judges.callbacks_rest_when_done,
-            {"lines": [{**CALL, "event": "call", "at": NOW.timestamp() + 10}]},
-        )
-    ],
-    "a death charged to two suspects": [
-        (
-            judges.innocents_are_charged_little,
-            {
-                "lines": [START, {**START, "position": 1}],
-                "item_changes": [_rescued(0, 1), _rescued(1, 1)],
-            },
-        )
-    ],
+BAD: dict[str, tuple[judges.Judge, dict[str, Any]]] = {
+    "a run that is gone": (judges.runs_are_closed, {"runs": []}),
+    "an open run": (
+        judges.runs_are_closed,
+        {"runs": _changed(GOOD.runs[0], status="processing")},
+    ),
+    "a run that nobody cancelled": (
+        judges.runs_are_closed,
+        {"runs": _changed(GOOD.runs[0], status="cancelled")},
+    ),
+    "a run with items too few": (
+        judges.runs_are_closed,
+        {"runs": _changed(GOOD.runs[0], total=0)},
+    ),
+    "an item at work": (judges.items_are_final, {"items": _changed(ITEM, status="processing")}),
+    "an item dropped": (judges.items_are_final, {"items": _changed(ITEM, status="cancelled")}),
+    "an item that ended twice": (
+        judges.items_end_once,
+        {
+            "item_changes": [
+                *GOOD.item_changes,
+                {**CHANGE, "was": "succeeded", "status": "failed"},
+            ]
+        },
+    ),
+    "an item whose past was rewritten": (
+        judges.items_end_once,
+        {
+            "item_changes": [
+                HANDED,
+                HANDED,
+            ]
+        },
+    ),
+    "a claim begun twice": (judges.claims_are_begun_once, {"lines": [START, START, END]}),
+    "an outcome of nobody": (
+        judges.outcomes_are_of_the_last_try,
+        {"lines": [START, {**END, "mark": "other"}]},
+    ),
+    "an outcome of an earlier claim": (
+        judges.outcomes_are_of_the_last_try,
+        {"items": _changed(ITEM, claim=2)},
+    ),
+    "a failure not counted": (
+        judges.outcomes_are_of_the_last_try,
+        {"items": _changed(ITEM, failures=1)},
+    ),
+    "a worker lost too seldom": (
+        judges.outcomes_are_of_the_last_try,
+        {"items": _changed(ITEM, status="failed", error_type="WorkerLost", crashes=2)},
+    ),
+    "a poison item that succeeded": (
+        judges.items_end_as_they_must,
+        {"items": _changed(ITEM, payload={"name": "piece 0", "deed": "poison"})},
+    ),
+    "a run that closed twice": (
+        judges.runs_close_no_more_than_once,
+        {"run_changes": [*GOOD.run_changes, *GOOD.run_changes]},
+    ),
+    "a callback owed": (
+        judges.callbacks_are_done_once,
+        {"callbacks": [{**CALLBACK, "state": "owed"}]},
+    ),
+    "a callback never called": (judges.callbacks_are_done_once, {"lines": [START, END]}),
+    "a callback done twice": (
+        judges.callbacks_are_done_once,
+        {"callback_changes": [*GOOD.callback_changes, *GOOD.callback_changes]},
+    ),
+    "a callback begun when it was done": (
+        judges.callbacks_rest_when_done,
+        {"lines": [{**CALL, "event": "call", "at": NOW.timestamp() + 10}]},
+    ),
+    "an item taken from a worker that was well": (
+        judges.nobody_is_charged_for_nothing,
+        {"item_changes": [HANDED, _rescued(0, 0)]},
+    ),
+    "a death charged to two suspects": (
+        judges.innocents_are_charged_little,
+        {
+            "item_changes": [
+                HANDED,
+                {**HANDED, "position": 1},
+                _rescued(0, 1),
+                _rescued(1, 1),
+            ]
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_judges_find_what_is_wrong(what: str) -> None:
-    for judge, changes in BAD[what]:
-        assert list(judge(dataclasses.replace(GOOD, **changes))), judge.__name__
+    judge, changes = BAD[what]
+    assert list(judge(dataclasses.replace(GOOD, **changes)))
 
 
 @pytest.mark.parametrize(
-    ("seconds", "well"), [(10, True), (25, False), (32, False), (50, True), (70, False)]
+    ("seconds", "how", "well"),
+    [
+        (10, "killed", True),
+        (25, "killed", False),
+        (32, "killed", False),
+        (50, "killed", True),
+        (70, "killed", False),
+        (70, "asked to end", True),
+    ],
 )
-def test_the_living_are_told_from_the_dead(seconds: float, well: bool) -> None:
+def test_the_well_are_told_from_the_dead(seconds: float, how: str, well: bool) -> None:
     rescued = {**_rescued(0, 0), "at": NOW + timedelta(seconds=seconds)}
-    record = dataclasses.replace(GOOD, item_changes=[rescued])
-    assert bool(record.rescues_from_the_living()) is well
+    life = dataclasses.replace(GOOD.lives[0], how=how)
+    record = dataclasses.replace(GOOD, lives=[life], item_changes=[HANDED, rescued])
+    assert bool(record.rescues_from_the_well()) is well
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "explains"),
+    [("freeze", 3.0, True), ("freeze", 0.1, False), ("kill", 3.0, False)],
+)
+def test_a_worker_that_was_cut_off_may_lose_items(
+    kind: str, seconds: float, explains: bool
+) -> None:
+    fault = plan.Fault(number=0, at=0.0, kind=kind, leases=1.0, seed="x")
+    span = faults.Span(fault=fault, began=_at(-1), ended=_at(seconds - 1), hit="1")
+    record = dataclasses.replace(GOOD, spans=[span], item_changes=[HANDED, _rescued(0, 0)])
+    assert (not list(judges.nobody_is_charged_for_nothing(record))) is explains
 
 
 def test_clean_items_and_one_suspect_may_be_charged() -> None:
     changed = dataclasses.replace(
         GOOD,
-        lines=[START, {**START, "position": 1}, {**START, "position": 2}],
-        item_changes=[_rescued(0, 1), _rescued(1, 0), _rescued(2, 0)],
+        item_changes=[
+            *({**HANDED, "position": position} for position in range(3)),
+            *(_rescued(0, 1), _rescued(1, 0), _rescued(2, 0)),
+        ],
     )
     assert list(judges.innocents_are_charged_little(changed)) == []
 
 
 # -- the report
+
+
+OPTIONS = Options(seconds=60.0, seed=4711, folder=Path())
 
 
 def _result(**findings: list[str]) -> Result:
@@ -404,16 +440,19 @@ def _result(**findings: list[str]) -> Result:
 
 
 def test_a_good_round_says_so() -> None:
-    text = report(_result(), SEED)
+    text = report(_result(), OPTIONS)
     assert text.splitlines()[-1] == "verdict: 0 lost, 0 double, 3 faults survived"
     assert "Done to it: cut 1, kill 2" in text
 
 
 def test_a_bad_round_shows_the_rows_and_the_seed() -> None:
-    text = report(_result(runs_are_closed=["run 7 is processing"], runs_close_once=["run 8"]), 4711)
+    text = report(
+        _result(runs_are_closed=["run 7 is processing"], runs_close_no_more_than_once=["run 8"]),
+        OPTIONS,
+    )
     assert "run 7 is processing" in text
     assert "verdict: 1 lost, 1 double, " in text
-    assert "SEED=4711" in text
+    assert "make chaos SECONDS=60 SEED=4711" in text
 
 
 def test_logs_go_below_build() -> None:

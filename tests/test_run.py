@@ -598,11 +598,11 @@ def test_sync_wait_is_prompt(
         FanOut.of(mine).close()
 
 
-async def test_sync_calls_on_the_loop_are_refused_by_the_host(app: procrastinate.App) -> None:
+async def test_sync_calls_on_the_loop_are_refused(app: procrastinate.App) -> None:
     manager = declare(app)
     async with opened(app):
         run = await manager.defer_async(items=[0])
-        with pytest.raises(RuntimeError, match="just await the async function"):
+        with pytest.raises(ConfigurationError, match="await the _async twin"):
             run.progress()
 
 

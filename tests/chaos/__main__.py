@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.chaos.harness import Options, Result, Round
+from tests.chaos.harness import Options, Result, play
 from tests.workers import ROOT
 
 _SHOWN = 5
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{given.seconds:g} s of faults, seed {seed}; logs in {folder}", flush=True)
     logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # the server goes away all the time
     options = Options(seconds=given.seconds, seed=seed, folder=folder)
-    result = Round(options, _silent if given.quiet else _say).run()
-    print(report(result, seed), flush=True)
+    result = play(options, _silent if given.quiet else _say)
+    print(report(result, options), flush=True)
     if result.findings:
         print(f"The logs are kept: {folder}", flush=True)
     elif not given.keep:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(result.findings))
 
 
-def report(result: Result, seed: int) -> str:
+def report(result: Result, options: Options) -> str:
     """Return what was done to the system, what it did, and the verdict."""
     figures = result.figures
     lines = [
@@ -51,7 +51,7 @@ def report(result: Result, seed: int) -> str:
         f"Items: {figures['items']} ({figures['succeeded']} succeeded, {figures['failed']} failed,"
         f" {figures['cancelled']} cancelled)",
         f"Attempts: {figures['attempts']}; rescues: {figures['rescues']}"
-        f" ({figures['rescues_from_the_living']} from workers that lived);"
+        f" ({figures['rescues_from_the_well']} from workers that were only cut off);"
         f" longest stall: {result.longest_stall:.1f} s;"
         f" at rest {result.rest:.1f} s after the last fault",
     ]
@@ -59,11 +59,11 @@ def report(result: Result, seed: int) -> str:
         lines.append(f"\nBROKEN, {len(found)} times: {name.replace('_', ' ')}")
         lines += [f"  {one[:_CUT]}" for one in found[:_SHOWN]]
     verdict = f"verdict: {result.lost} lost, {result.double} double, "
-    verdict += f"{result.faults.total()} faults survived"
     if result.findings:
-        verdict = f"verdict: {result.lost} lost, {result.double} double, "
         verdict += f"{len(result.findings)} promises broken by {result.faults.total()} faults"
-        verdict += f"; again: make chaos SEED={seed}"
+        verdict += f"; again: make chaos SECONDS={options.seconds:g} SEED={options.seed}"
+    else:
+        verdict += f"{result.faults.total()} faults survived"
     return "\n".join([*lines, verdict])
 
 

@@ -18,12 +18,24 @@ MARK_VARIABLE = "FANOUT_CHAOS"
 """In the environment of all that workers start."""
 _AWAKE_SECONDS = 5.0
 """A worker that was woken up may find out later than this that it has lost what it held."""
+KILLED = "killed"
+TAKEN_ALONG = "taken along"
+"""By an item or a manager."""
+_DEATHS = (KILLED, TAKEN_ALONG)
 _USAGE = 2
 """The exit code where the app cannot be loaded."""
 _LOGGED = {
     "PYTHONFAULTHANDLER": "1",
     "PROCRASTINATE_LOG_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s",
 }
+_ALARMS = (
+    "Counters disagreed with the items",
+    "Unexpected error",
+    "Outcome refused by the database",
+    "was never awaited",
+    "Task was destroyed but it is pending",
+)
+"""What no fault of ours may make the library say."""
 END_SECONDS = 60.0
 """A worker asked to stop has to be gone by then."""
 
@@ -32,6 +44,8 @@ END_SECONDS = 60.0
 class Life:
     """One worker's life; times are the clock's, in seconds."""
 
+    name: str
+    """Its connections' ``application_name``."""
     pid: int
     began: float
     ended: float | None = None
@@ -41,10 +55,13 @@ class Life:
     """When it was stopped, and when it was woken again."""
 
     def well_at(self, moment: float) -> bool:
-        """Return whether it lived then, and had not been stopped a moment before."""
-        if self.ended is not None and self.ended < moment:
-            return False
-        return not any(began < moment < ended + _AWAKE_SECONDS for began, ended in self.stops)
+        """Return whether nothing excuses that it held something then without renewing it.
+
+        It has died by then, or was stopped a moment before. An end in good order is no excuse.
+        """
+        died = self.how in _DEATHS and self.ended is not None and self.ended < moment
+        stopped = any(began < moment < ended + _AWAKE_SECONDS for began, ended in self.stops)
+        return not died and not stopped
 
 
 class Berth:
@@ -83,6 +100,7 @@ class Crew:
         ]
         self.ends: Counter[str] = Counter()
         self.stuck: list[str] = []
+        self.alarms: list[str] = []
         self.lives: list[Life] = []
         self._lock = threading.RLock()
         self._ending = threading.Event()
@@ -96,7 +114,7 @@ class Crew:
 
     def kill(self, berth: Berth) -> bool:
         """End the worker as the out-of-memory killer does; return whether there was one."""
-        return self._signal(berth, signal.SIGKILL, "killed")
+        return self._signal(berth, signal.SIGKILL, KILLED)
 
     def term(self, berth: Berth) -> bool:
         """Ask the worker to end, as a deployment does."""
@@ -173,14 +191,16 @@ class Crew:
             worker.kill(signal.SIGKILL)
             code = worker.wait()
         took_along = code == chaos_app.EXIT_CODE
-        life.how = "taken along" if took_along else berth.how or f"by itself ({code})"
+        life.how = TAKEN_ALONG if took_along else berth.how or f"by itself ({code})"
         if code == _USAGE:
             self.stuck.append(f"worker {worker.pid} could not start: {worker.output()[-500:]}")
         life.ended = time.time()
         self.ends[life.how] += 1
-        (self._folder / f"worker-{berth.number}-{berth.started}-{worker.pid}.log").write_text(
-            worker.output() + f"\n{life}, ended with {code}\n"
-        )
+        output = worker.output()
+        for line in output.splitlines():
+            if any(alarm in line for alarm in _ALARMS):
+                self.alarms.append(f"{life.name}: {line}")
+        (self._folder / f"{life.name}.log").write_text(f"{output}\n{life}, ended with {code}\n")
         worker.close()
         berth.worker = None
 
@@ -190,17 +210,18 @@ class Crew:
         if dice.random() < 0.5:
             arguments.append(f"--shutdown-graceful-timeout={dice.choice([0.5, 2])}")
         arguments.append(f"--delete-jobs={dice.choice(['never', 'never', 'successful', 'always'])}")
+        berth.started += 1
+        name = f"worker-{berth.number}-{berth.started}"
         berth.worker = Worker(
             self._dsn,
             "tests.chaos.app.app",
             queues=chaos_app.QUEUE,
             concurrency=dice.choice([3, 5, 8]),
             arguments=arguments,
-            env={**self._env, **_LOGGED},
+            env={**self._env, **_LOGGED, "PGAPPNAME": name},
         )
-        berth.life = Life(pid=berth.worker.pid, began=time.time())
+        berth.life = Life(name=name, pid=berth.worker.pid, began=time.time())
         self.lives.append(berth.life)
-        berth.started += 1
         berth.stopped = False
         berth.wanted_since = None
         berth.how = ""

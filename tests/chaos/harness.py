@@ -13,9 +13,11 @@ from tests import invariants
 from tests.apps import journal
 from tests.chaos import app as chaos_app
 from tests.chaos import judges
+from tests.chaos.breakage import Breakage
 from tests.chaos.crew import MARK_VARIABLE, Crew
-from tests.chaos.faults import Faults
-from tests.chaos.plan import Fault, plan
+from tests.chaos.faults import Faults, Span
+from tests.chaos.hands import Hands
+from tests.chaos.plan import plan
 from tests.chaos.record import Record
 from tests.chaos.stage import Stage, is_away
 from tests.chaos.workload import Workload, opened
@@ -63,80 +65,86 @@ class Result:
         return sum(len(self.findings.get(one.__name__, ())) for one in judges.DOUBLES)
 
 
-class Round:
-    """A round with its system running."""
+def play(options: Options, tell: Callable[[str], None]) -> Result:
+    """Play one round, and tell of each fault as it begins."""
+    with Stage() as stage, opened(stage):
+        try:
+            return Round(stage, options, tell).play()
+        finally:
+            (options.folder / "server.log").write_text(stage.server_log())
 
-    def __init__(self, options: Options, tell: Callable[[str], None]) -> None:
+
+class Round:
+    """A round on its stage."""
+
+    def __init__(self, stage: Stage, options: Options, tell: Callable[[str], None]) -> None:
+        self._stage = stage
         self._options = options
         self._tell = tell
         self._findings: dict[str, list[str]] = {}
-        self._log = journal.Journal(options.folder / "journal")
-        self._over = threading.Event()
-
-    def run(self) -> Result:
-        """Do it all."""
-        with Stage() as stage, opened(stage):
-            try:
-                return self._run(stage)
-            finally:
-                log = self._options.folder / "server.log"
-                log.write_text(stage.server_log())
-
-    def _run(self, stage: Stage) -> Result:
-        options = self._options
+        self._journal = journal.Journal(options.folder / "journal")
         env = {
-            journal.VARIABLE: str(self._log.path),
+            journal.VARIABLE: str(self._journal.path),
             chaos_app.LEASE_VARIABLE: str(options.lease),
             MARK_VARIABLE: secrets.token_hex(8),
         }
-        crew = Crew(stage.proxied_dsn, options.folder, env, options.workers, options.seed)
-        workload = Workload(stage, options.seed, options.open_runs)
-        faults = Faults(stage, crew, workload, options.lease)
-        onlooker = threading.Thread(target=self._look_on, args=[stage], name="chaos-onlooker")
+        self._crew = Crew(stage.proxied_dsn, options.folder, env, options.workers, options.seed)
+        self._workload = Workload(stage, options.seed, options.open_runs)
+        self._faults = Faults(
+            Breakage(stage, self._crew, self._workload, options.lease),
+            Hands(stage, self._workload, options.lease),
+        )
+        self._over = threading.Event()
+        self._onlooker = threading.Thread(target=self._look_on, name="chaos-onlooker")
+
+    def play(self) -> Result:
+        """Do it all."""
         try:
-            crew.start()
-            workload.start()
-            onlooker.start()
-            self._break(faults, workload)
-            workload.end()
-            stage.proxy.heal()
-            rest = self._wait_for_rest(stage, workload)
+            self._crew.start()
+            self._workload.start()
+            self._onlooker.start()
+            self._break()
+            rest = self._come_to_rest()
         finally:
-            self._over.set()
-            left = crew.close()
-            onlooker.join()
-            (options.folder / "faults.log").write_text("\n".join(faults.log) + "\n")
-        self._find("no process is left", [f"process {pid}" for pid in left])
-        self._find("workers start and end when asked to", crew.stuck)
-        self._find("runs can be started", workload.errors)
-        self._find("faults can be done", faults.errors)
-        record = Record.read(stage, workload.runs, workload.cancelled, self._log, crew.lives)
-        self._judge(stage, record)
+            self._end()
+        record = Record.read(
+            self._stage,
+            lease=self._options.lease,
+            specs=dict(self._workload.runs),
+            cancelled=frozenset(self._workload.cancelled),
+            lines=self._journal.read(),
+            lives=self._crew.lives,
+            spans=self._faults.spans,
+        )
+        self._judge(record)
         return Result(
             findings=self._findings,
-            faults=faults.done,
-            missed=faults.missed,
-            ends=crew.ends,
+            faults=self._faults.count(hit=True),
+            missed=self._faults.count(hit=False),
+            ends=self._crew.ends,
             figures=record.figures(),
             longest_stall=record.longest_stall(),
             rest=rest,
         )
 
-    def _break(self, faults: Faults, workload: Workload) -> None:
+    def _break(self) -> None:
         """Do the planned faults, each at its time, however long the others last."""
         began = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(16, "chaos-fault") as threads:
             for fault in plan(self._options.seed, self._options.seconds):
                 time.sleep(max(0.0, began + fault.at - time.monotonic()))
-                threads.submit(faults.do, fault, began)
-                self._tell(_line(began, fault, workload))
+                threads.submit(self._faults.do, fault)
+                self._tell(
+                    f"{time.monotonic() - began:6.1f} s"
+                    f"  {len(self._workload.runs):3d} runs  fault {fault.number + 1}: {fault.kind}"
+                )
             time.sleep(max(0.0, began + self._options.seconds - time.monotonic()))
 
-    def _look_on(self, stage: Stage) -> None:
+    def _look_on(self) -> None:
         """See to it that what must hold at every moment does."""
         while not self._over.wait(_LOOK_SECONDS):
             try:
-                with stage.connect() as connection:
+                with self._stage.connect() as connection:
                     invariants.check(connection, damaged=True)
             except AssertionError as exc:
                 self._find("invariants hold at every moment", [str(exc)])
@@ -144,20 +152,33 @@ class Round:
                 if not is_away(exc):
                     raise
 
-    def _wait_for_rest(self, stage: Stage, workload: Workload) -> float:
+    def _come_to_rest(self) -> float:
         """Wait until every run is closed and every callback is called; return the seconds."""
+        self._workload.end()
+        self._stage.proxy.heal()
         began = time.monotonic()
         while time.monotonic() - began < REST_SECONDS:
             # In this order: a close owes callbacks.
-            if not workload.open_runs() and not stage.query(_OWED):
+            if not self._workload.open_runs() and not self._stage.query(_OWED):
                 break
             time.sleep(0.2)
         return time.monotonic() - began
 
-    def _judge(self, stage: Stage, record: Record) -> None:
+    def _end(self) -> None:
+        self._over.set()
+        left = self._crew.close()
+        self._onlooker.join()
+        (self._options.folder / "faults.log").write_text(_told(self._faults.spans))
+        self._find("no process is left", [f"process {pid}" for pid in left])
+        self._find("workers start and end when asked to", self._crew.stuck)
+        self._find("workers are not alarmed", self._crew.alarms)
+        self._find("runs can be started", self._workload.errors)
+        self._find("faults can be done", self._faults.errors)
+
+    def _judge(self, record: Record) -> None:
         for judge in judges.JUDGES:
             self._find(judge.__name__, list(judge(record)))
-        with stage.connect() as connection:
+        with self._stage.connect() as connection:
             for check in (invariants.check, invariants.check_quiet):
                 try:
                     check(connection)
@@ -171,8 +192,11 @@ class Round:
             self._findings.setdefault(name, []).extend(found)
 
 
-def _line(began: float, fault: Fault, workload: Workload) -> str:
-    return (
-        f"{time.monotonic() - began:6.1f} s  run {max(workload.runs, default=0):3d}"
-        f"  fault {fault.number + 1:3d}: {fault.kind}"
+def _told(spans: Sequence[Span]) -> str:
+    """Return the faults as lines, in the order in which they began."""
+    first = min((span.began for span in spans), default=0.0)
+    return "".join(
+        f"{span.fault.number + 1:4d} {span.began - first:7.2f} s {span.seconds:6.2f} s long"
+        f"  {span.fault.kind}: {span.hit or 'hit nothing'}\n"
+        for span in sorted(spans, key=lambda span: span.began)
     )

@@ -134,8 +134,8 @@ def _ends(spec: pieces.Spec, piece: pieces.Piece) -> set[str]:
     return expected | {LOST}
 
 
-def runs_close_once(record: Record) -> Findings:
-    """A run closes once in each generation."""
+def runs_close_no_more_than_once(record: Record) -> Findings:
+    """A run does not close twice in a generation."""
     closes = Counter(
         (row["run_id"], row["generation"])
         for row in record.run_changes
@@ -144,7 +144,7 @@ def runs_close_once(record: Record) -> Findings:
     for row in record.runs:
         for generation in range(1, row["generation"] + 1):
             count = closes[row["id"], generation]
-            if count != 1:
+            if count > 1:
                 yield f"run {row['id']} closed {count} times in generation {generation}"
 
 
@@ -180,19 +180,28 @@ def callbacks_rest_when_done(record: Record) -> Findings:
 
 def innocents_are_charged_little(record: Record) -> Findings:
     """When a process dies, only one of the items that were suspects already is charged again."""
-    worker_of = {
-        (line["run"], line["position"], line["claim"]): line["pid"]
-        for line in record.events("start")
-    }
-    charged: dict[tuple[Any, int], list[str]] = defaultdict(list)
+    holders = record.holders()
+    charged: dict[tuple[str, int], list[str]] = defaultdict(list)
     for row in record.rescues():
-        worker = worker_of.get((row["run_id"], row["position"], row["claim"] - 1))
-        if worker is not None and row["was_crashes"] > 0:
+        holder = holders.get((row["run_id"], row["position"], row["claim"] - 1))
+        if holder is not None and row["was_crashes"] > 0:
             # All that one death costs is found by one sweep of each run, a moment apart.
-            charged[worker, int(row["at"].timestamp()) // 4].append(_named(row))
+            charged[holder.name, int(row["at"].timestamp()) // 4].append(_named(row))
     for (worker, _), names in charged.items():
         if len(names) > 1:
-            yield f"the end of worker {worker} was charged to {len(names)} suspects: {names}"
+            yield f"the end of {worker} was charged to {len(names)} suspects: {names}"
+
+
+def nobody_is_charged_for_nothing(record: Record) -> Findings:
+    """An item is taken from a worker that died, was stopped, or was cut off for about a lease.
+
+    A worker that ends in good order gives back what it holds, at no charge.
+    """
+    silences = [span for span in record.spans if span.could_silence(record.lease / 2)]
+    for row in record.rescues_from_the_well():
+        at = row["at"].timestamp()
+        if not any(span.began < at < span.ended + 3 * record.lease for span in silences):
+            yield f"{_named(row)} was taken from a worker that was well: {row}"
 
 
 JUDGES: tuple[Judge, ...] = (
@@ -202,14 +211,15 @@ JUDGES: tuple[Judge, ...] = (
     claims_are_begun_once,
     outcomes_are_of_the_last_try,
     items_end_as_they_must,
-    runs_close_once,
+    runs_close_no_more_than_once,
     callbacks_are_done_once,
     callbacks_rest_when_done,
     innocents_are_charged_little,
+    nobody_is_charged_for_nothing,
 )
 LOSSES = (runs_are_closed, items_are_final, callbacks_are_done_once)
 DOUBLES = (
-    items_end_once, claims_are_begun_once, runs_close_once, callbacks_rest_when_done
+    items_end_once, claims_are_begun_once, runs_close_no_more_than_once, callbacks_rest_when_done
 )  # fmt: skip
 
 

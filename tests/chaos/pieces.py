@@ -72,7 +72,7 @@ def pieces(listing: Listing, count: int, seed: str) -> list[Piece]:
     """Return the items of a run."""
     dice = random.Random(seed)
     deeds = [_deed(listing, dice) for _ in range(count)]
-    if listing in ("light", "threads", "apart") and count >= 20 and dice.random() < 0.6:
+    if listing in ("light", "threads", "apart") and count >= 20 and dice.random() < 0.3:
         deeds[dice.randrange(count)] = dice.choice(["poison", "dies once"])
     if listing == "light" and count >= 20 and dice.random() < 0.5:
         deeds[dice.randrange(count)] = "blocks"

@@ -36,6 +36,8 @@ WEIGHTS: Mapping[str, int] = {
     "cancel manager": 1,
     "delete callback": 1,
     "retry stalled": 1,
+    "remove old jobs": 1,
+    "prune workers": 1,
     # operators
     "pause": 2,
     "limit": 2,

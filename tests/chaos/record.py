@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.apps import journal
 from tests.chaos.crew import Life
+from tests.chaos.faults import Span
 from tests.chaos.pieces import Spec
 from tests.chaos.stage import Row, Stage
 
@@ -34,14 +34,16 @@ class Record:
     """One round, after its end.
 
     `specs` are the runs that were started, `cancelled` those that an operator cancelled; `lines`
-    is the journal, `lives` are those of the workers; the rest are rows of the tables and of the
-    histories that triggers wrote.
+    is the journal, `lives` are those of the workers, `spans` the faults; the rest are rows of the
+    tables and of the histories that triggers wrote.
     """
 
+    lease: float
     specs: Mapping[int, Spec]
     cancelled: frozenset[int]
     lines: Sequence[Mapping[str, Any]]
     lives: Sequence[Life]
+    spans: Sequence[Span]
     runs: Sequence[Row]
     items: Sequence[Row]
     callbacks: Sequence[Row]
@@ -50,26 +52,16 @@ class Record:
     callback_changes: Sequence[Row]
 
     @classmethod
-    def read(
-        cls,
-        stage: Stage,
-        specs: Mapping[int, Spec],
-        cancelled: set[int],
-        log: journal.Journal,
-        lives: Sequence[Life],
-    ) -> "Record":
-        """Read it all."""
+    def read(cls, stage: Stage, **known: Any) -> "Record":
+        """Read the tables, and add what is known."""
         return cls(
-            specs=dict(specs),
-            cancelled=frozenset(cancelled),
-            lines=log.read(),
-            lives=lives,
             runs=stage.query("SELECT * FROM fanout_runs ORDER BY id"),
             items=stage.query(_ITEMS),
             callbacks=stage.query("SELECT * FROM fanout_callbacks ORDER BY 1, 2, 3"),
             item_changes=stage.query("SELECT * FROM chaos_items ORDER BY id"),
             run_changes=stage.query("SELECT * FROM chaos_runs ORDER BY id"),
             callback_changes=stage.query("SELECT * FROM chaos_callbacks ORDER BY id"),
+            **known,
         )
 
     def events(self, name: str) -> list[Mapping[str, Any]]:
@@ -87,17 +79,22 @@ class Record:
         """Return the changes by which an item was charged a crash."""
         return [row for row in self.item_changes if row["crashes"] > row["was_crashes"]]
 
-    def rescues_from_the_living(self) -> list[Row]:
-        """Return those of a worker that had neither died nor been stopped."""
-        starts = {
-            (line["run"], line["position"], line["claim"]): line["pid"]
-            for line in self.events("start")
+    def holders(self) -> Mapping[tuple[int, int, int], Life]:
+        """Return the worker that each claim was handed to, by item and claim."""
+        lives = {life.name: life for life in self.lives}
+        return {
+            (row["run_id"], row["position"], row["claim"]): lives[row["by"]]
+            for row in self.item_changes
+            if row["status"] == "processing" and row["by"] in lives
         }
-        lives = {life.pid: life for life in self.lives}
+
+    def rescues_from_the_well(self) -> list[Row]:
+        """Return those from a worker that had neither died nor been stopped."""
+        holders = self.holders()
         found = []
         for row in self.rescues():
-            pid = starts.get((row["run_id"], row["position"], row["claim"] - 1))
-            if pid in lives and lives[pid].well_at(row["at"].timestamp()):
+            holder = holders.get((row["run_id"], row["position"], row["claim"] - 1))
+            if holder is not None and holder.well_at(row["at"].timestamp()):
                 found.append(row)
         return found
 
@@ -110,7 +107,7 @@ class Record:
             items=len(self.items),
             attempts=len(self.events("start")),
             rescues=len(self.rescues()),
-            rescues_from_the_living=len(self.rescues_from_the_living()),
+            rescues_from_the_well=len(self.rescues_from_the_well()),
             listings=len(self.events("listing")),
             callbacks=len(self.events("called")),
             **states,

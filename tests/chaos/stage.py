@@ -36,12 +36,12 @@ _UNHARMED = " ".join(
 )
 """What the harness's own connections are not to share with the others."""
 
-# Every change of state that the library makes is written down by triggers, in its transaction:
-# what happened twice is seen, even where the second time left no other trace.
+# Every change of state that the library makes is written down by triggers, in its transaction, and
+# who made it: what happened twice is seen, even where the second time left no other trace.
 _HISTORY = """
 CREATE TABLE chaos_items (id bigserial PRIMARY KEY, at timestamptz DEFAULT clock_timestamp(),
     run_id bigint, position bigint, was text, status text, claim bigint, failures int, crashes int,
-    was_crashes int);
+    was_crashes int, by text DEFAULT current_setting('application_name'));
 CREATE FUNCTION chaos_item() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     INSERT INTO chaos_items (run_id, position, was, status, claim, failures, crashes, was_crashes)
     VALUES (NEW.run_id, NEW.position, OLD.status, NEW.status, NEW.claim, NEW.failures, NEW.crashes,

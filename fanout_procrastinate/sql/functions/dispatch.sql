@@ -607,12 +607,16 @@ BEGIN
     IF v_take > 0 AND led.waiting > 0 THEN
         SELECT array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes = 0),
             (array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes > 0))[1],
-            (array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes > 0))
+            (array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes > 0 AND d.due <= v_now))
                 [CASE WHEN p_suspect THEN 2 ELSE 1 END :]
         INTO v_positions, v_suspect, v_skipped
         FROM (
             SELECT position, crashes, due FROM fanout_items
-            WHERE run_id = p_run AND ledger = p_ledger AND due <= v_now
+            WHERE run_id = p_run AND ledger = p_ledger
+                -- Who may take a suspect also takes one that was only put off.
+                AND due <= v_now + CASE WHEN p_suspect THEN interval '1 second'
+                    ELSE interval '0' END
+                AND (due <= v_now OR crashes > 0 AND failures = 0)
             ORDER BY due LIMIT v_take + 32
         ) d;
         v_positions := coalesce(v_positions, '{}');
