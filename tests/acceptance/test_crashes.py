@@ -107,7 +107,7 @@ def test_a_job_delivered_again_changes_nothing(scene: Scene) -> None:
     """A01, invariant 2: a child job started twice at once, and once more after its end."""
     for _ in range(2):
         scene.worker(concurrency=6, lease=30, arguments=["--fetch-job-polling-interval=0.2"])
-    run = scene.steps([Step(name="quick"), *_light(4, 2.0)], max_in_flight=5)
+    run = scene.steps([Step(name="quick"), *_light(4, 6.0)], max_in_flight=5)
     wait_until(lambda: run.progress().processing == 4 and run.progress().done == 1)
     active = [row["job_id"] for row in scene.query("SELECT job_id FROM fanout_slots WHERE active")]
     ended = [job["id"] for job in scene.jobs("work", run) if job["id"] not in active]
@@ -125,7 +125,7 @@ def test_a_job_delivered_again_changes_nothing(scene: Scene) -> None:
         )
     )
     assert run.progress().done == 1
-    run.wait(timeout=10)
+    run.wait(timeout=30)
     scene.assert_closed_once(run, succeeded=5)
     assert set(scene.starts(run).values()) == {1}
     assert {row["claim"] for row in scene.items(run).values()} == {1}
