@@ -162,6 +162,10 @@ def stored(app: procrastinate.App, run_id: int) -> Progress:
     return found
 
 
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Program:
     """`python -m fanout_procrastinate` as a process of its own."""
 
@@ -170,7 +174,13 @@ class Program:
         start = options.pop("start", ["-m", "fanout_procrastinate"])
         given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         self.process = subprocess.Popen(
-            [sys.executable, *start, *arguments], env=env, cwd=ROOT, text=True, **given
+            [sys.executable, *start, *arguments],
+            env=env,
+            cwd=ROOT,
+            text=True,
+            # A shell starts what runs in the background with Ctrl-C ignored, and that is inherited.
+            preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 - it only sets a disposition
+            **given,
         )
 
     def result(self, timeout: float = 30.0) -> Result:

@@ -24,9 +24,11 @@ class Span:
     ended: float
     hit: str
 
-    def could_silence(self, seconds: float) -> bool:
-        """Return whether it can have kept a worker from the database for so long."""
-        return bool(self.hit and self.fault.kind in _SILENCING) and self.seconds >= seconds
+    def silence(self, began: float, ended: float) -> float:
+        """Return for how long in this time it can have kept a worker from the database."""
+        if not self.hit or self.fault.kind not in _SILENCING:
+            return 0.0
+        return max(0.0, min(ended, self.ended) - max(began, self.began))
 
     @property
     def seconds(self) -> float:

@@ -197,10 +197,10 @@ def nobody_is_charged_for_nothing(record: Record) -> Findings:
 
     A worker that ends in good order gives back what it holds, at no charge.
     """
-    silences = [span for span in record.spans if span.could_silence(record.lease / 2)]
     for row in record.rescues_from_the_well():
-        at = row["at"].timestamp()
-        if not any(span.began < at < span.ended + 3 * record.lease for span in silences):
+        ended = row["at"].timestamp()
+        began = ended - 2.5 * record.lease
+        if sum(span.silence(began, ended) for span in record.spans) < record.lease / 2:
             yield f"{_named(row)} was taken from a worker that was well: {row}"
 
 
