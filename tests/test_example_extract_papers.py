@@ -362,7 +362,13 @@ def _start_demo(directory: Path, mark: str, *arguments: str | Path) -> "subproce
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
+        # A shell starts what runs in the background with Ctrl-C ignored, and that is inherited.
+        preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 - it only sets a disposition
     )
+
+
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _marked_processes(mark: str) -> list[str]:

@@ -268,8 +268,9 @@ class Keeper(Actor):
                 holdings += [
                     (run, reply.slot, reply.epoch) for run, reply, _ in worker.hands if reply.epoch
                 ]
-        self.tried(self.p.renew, holdings, LEASE / 8)
-        time.sleep(LEASE / 10)
+        self.random.shuffle(holdings)
+        self.tried(self.p.renew, holdings, self.random.choice([0.0, LEASE / 8]))
+        time.sleep(LEASE / 25)
 
 
 class Sweeper(Actor):
@@ -281,10 +282,10 @@ class Sweeper(Actor):
         for row in self.p.rows("SELECT fanout_untidy_v1(10) AS run"):
             self.tried(self.p.tidy, row["run"], self.random.randint(1, 50))
         if self.chance(0.2):
-            self.tried(self.p.value, "SELECT fanout_prune_v1(1.0, 1000)")
-            self.tried(
-                self.p.value, "SELECT fanout_prune_jobs_v1(ARRAY['child', 'manager'], 1.0, 100)"
-            )
+            age = self.random.choice([0.1, 0.5, 1.5])
+            self.tried(self.p.value, "SELECT fanout_prune_v1(%s, 1000)", age)
+            tasks = ["child", "manager"]
+            self.tried(self.p.value, "SELECT fanout_prune_jobs_v1(%s, %s, 100)", tasks, age)
         time.sleep(0.03)
 
 

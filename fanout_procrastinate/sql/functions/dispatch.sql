@@ -284,6 +284,11 @@ BEGIN
             v_dealt := v_dealt + 1;
         END IF;
     END LOOP;
+    IF v_dealt > 0 THEN
+        -- A control statement at repeatable read waits for us and would not see these slots: a run
+        -- row written since its snapshot makes it fail and try again.
+        UPDATE fanout_runs SET surplus = surplus WHERE id = p_run;
+    END IF;
     RETURN v_dealt;
 END;
 $$;
