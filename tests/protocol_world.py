@@ -791,11 +791,14 @@ class World:
                     self.touched = False
 
     def _strays(self) -> int:
-        """Count the waiting jobs that hold a slot's lock and own no slot, also of closed runs."""
+        """Count the waiting jobs that hold a slot's lock and own no queued slot.
+
+        Those of closed runs too, and those of slots at work: retried by hand, they outlive these.
+        """
         count: int = self.p.value(
             "SELECT count(*) FROM procrastinate_jobs j WHERE status = 'todo'"
             " AND queueing_lock LIKE 'fanout_child:%%'"
-            " AND NOT EXISTS (SELECT FROM fanout_slots s WHERE s.job_id = j.id)"
+            " AND NOT EXISTS (SELECT FROM fanout_slots s WHERE s.job_id = j.id AND NOT s.active)"
         )
         return count
 

@@ -359,6 +359,10 @@ BAD: dict[str, tuple[judges.Judge, dict[str, Any]]] = {
         judges.nobody_is_charged_for_nothing,
         {"item_changes": [HANDED, _rescued(0, 0)]},
     ),
+    "wrong counters that a sweep has repaired": (
+        judges.nobody_is_alarmed,
+        {"lines": [{"event": "alarm", "action": "sweep_repair", "pid": 7, "message": "Run 1"}]},
+    ),
     "a death charged to two suspects": (
         judges.innocents_are_charged_little,
         {

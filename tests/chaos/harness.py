@@ -171,7 +171,7 @@ class Round:
         (self._options.folder / "faults.log").write_text(_told(self._faults.spans))
         self._find("no process is left", [f"process {pid}" for pid in left])
         self._find("workers start and end when asked to", self._crew.stuck)
-        self._find("workers are not alarmed", self._crew.alarms)
+        self._find("workers leave no coroutine behind", self._crew.alarms)
         self._find("runs can be started", self._workload.errors)
         self._find("faults can be done", self._faults.errors)
 

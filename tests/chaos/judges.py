@@ -204,6 +204,12 @@ def nobody_is_charged_for_nothing(record: Record) -> Findings:
             yield f"{_named(row)} was taken from a worker that was well: {row}"
 
 
+def nobody_is_alarmed(record: Record) -> Findings:
+    """The library reports no error that it should not meet, such as counters that were wrong."""
+    for line in record.events("alarm"):
+        yield f"{line['action']} in process {line['pid']}: {line['message']}"
+
+
 JUDGES: tuple[Judge, ...] = (
     runs_are_closed,
     items_are_final,
@@ -216,6 +222,7 @@ JUDGES: tuple[Judge, ...] = (
     callbacks_rest_when_done,
     innocents_are_charged_little,
     nobody_is_charged_for_nothing,
+    nobody_is_alarmed,
 )
 LOSSES = (runs_are_closed, items_are_final, callbacks_are_done_once)
 DOUBLES = (

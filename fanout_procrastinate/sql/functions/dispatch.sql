@@ -5,7 +5,9 @@
 -- may end a slot or close the run takes the run before any slot.
 --
 -- Entry functions switch off the plans that go wrong on a run without statistics: each lookup here
--- is by primary key or by one partial index, whatever the planner believes about empty tables.
+-- is by primary key or by one partial index, whatever the planner believes about empty tables. For
+-- several items at once that takes a subquery that cannot be pulled up (OFFSET 0), else it may scan
+-- a whole run whose rows it takes for few; ctid is safe, since only its ledger's holder moves a row.
 
 -- Takes all ledgers of a run, ascending, then the run. Raises serialization_failure, which every
 -- caller answers by trying again, where the run was sealed between the two.
@@ -411,7 +413,7 @@ CREATE OR REPLACE FUNCTION fanout_report_v1(
     p_results jsonb[], p_errors jsonb[], p_sanitised boolean[]
 ) RETURNS SETOF fanout_reply_v1 LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     n constant integer := cardinality(p_slots);
@@ -560,16 +562,18 @@ BEGIN
                     THEN left(coalesce(o.error->>'type', 'unknown'), 500) END,
                 sanitised = coalesce(o.sanitised, false)
             FROM (
-                SELECT i, p_positions[i] AS position, p_claims[i] AS claim,
+                SELECT i, found.ctid AS tid, p_claims[i] AS claim,
                     p_outcomes[i] AS outcome, p_retry_ins[i] AS retry_in, p_results[i] AS result,
                     p_errors[i] AS error, p_sanitised[i] AS sanitised,
                     CASE WHEN p_outcomes[i] IN ('succeeded', 'failed') THEN p_outcomes[i]
                         WHEN r.closing IS NOT NULL THEN 'cancelled'
                         ELSE 'pending' END AS status
                 FROM unnest(v_recorded) i
+                CROSS JOIN LATERAL (
+                    SELECT ctid FROM fanout_items
+                    WHERE run_id = p_run AND position = p_positions[i] OFFSET 0) found
             ) o
-            WHERE t.run_id = p_run AND t.position = o.position AND t.claim = o.claim
-                AND t.position = ANY (p_positions) AND t.status = 'processing'
+            WHERE t.ctid = o.tid AND t.claim = o.claim AND t.status = 'processing'
             RETURNING o.i, t.status
         )
         SELECT array_agg(i), ARRAY[
@@ -631,8 +635,14 @@ BEGIN
         v_positions := v_positions[1 : v_take];
         led.waiting := led.waiting - cardinality(v_positions);
         IF cardinality(v_skipped) > 0 THEN
-            UPDATE fanout_items SET due = v_now + make_interval(secs => 0.5 + random() * 0.5)
-            WHERE run_id = p_run AND position = ANY (v_skipped);
+            UPDATE fanout_items t SET due = v_now + make_interval(secs => 0.5 + random() * 0.5)
+            FROM (
+                SELECT found.ctid AS tid FROM unnest(v_skipped) skipped (position)
+                CROSS JOIN LATERAL (
+                    SELECT ctid FROM fanout_items
+                    WHERE run_id = p_run AND position = skipped.position OFFSET 0) found
+            ) o
+            WHERE t.ctid = o.tid;
         END IF;
     END IF;
     -- Then what was never handed out, in order.
@@ -647,11 +657,14 @@ BEGIN
             UPDATE fanout_items t
             SET status = 'processing', claim = t.claim + 1, due = NULL, started_at = v_now,
                 finished_at = NULL
-            FROM unnest(v_want[1 : cardinality(v_positions)], v_positions) h (i, position)
-            -- The array beside the join: whichever side the planner starts from, the position is
-            -- a condition of the index.
-            WHERE t.run_id = p_run AND t.position = h.position
-                AND t.position = ANY (v_positions) AND t.status = 'pending'
+            FROM (
+                SELECT want.i, found.ctid AS tid
+                FROM unnest(v_want[1 : cardinality(v_positions)], v_positions) want (i, position)
+                CROSS JOIN LATERAL (
+                    SELECT ctid FROM fanout_items
+                    WHERE run_id = p_run AND position = want.position OFFSET 0) found
+            ) h
+            WHERE t.ctid = h.tid AND t.status = 'pending'
             RETURNING h.i, t.position, t.claim, t.failures, t.crashes, t.item_key, t.payload
         )
         SELECT array_agg((p_slots[h.i], 'item', p_epochs[h.i], p_ledger, h.position, h.claim,
@@ -746,8 +759,9 @@ BEGIN
             t.claim, t.failures, t.crashes, t.item_key, t.payload::text, NULL::double precision,
             v_stop
         FROM unnest(v_resent) e (i)
-        JOIN fanout_items t ON t.run_id = p_run AND t.position = v_held[e.i]
-            AND t.position = ANY (v_held);
+        CROSS JOIN LATERAL (
+            SELECT * FROM fanout_items WHERE run_id = p_run AND position = v_held[e.i] OFFSET 0
+        ) t;
     END IF;
     FOR i IN 1 .. n LOOP
         IF v_verdicts[i] <> 'item' AND i <> ALL (v_resent) THEN
@@ -768,12 +782,13 @@ CREATE OR REPLACE FUNCTION fanout_begin_v1(
     p_run bigint, p_slot integer, p_job bigint, p_token uuid, p_ledger integer, p_suspect boolean
 ) RETURNS SETOF fanout_reply_v1 LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off SET jit = off
+SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     v_ledger integer;
     v_epoch bigint;
     v_active integer;
+    v_mine boolean;
     s fanout_slots;
     r record;
 BEGIN
@@ -794,14 +809,16 @@ BEGIN
     PERFORM FROM fanout_ledgers WHERE run_id = p_run AND ledger = v_ledger FOR NO KEY UPDATE;
     SELECT status, paused, closing, max_in_flight INTO r
     FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
-    SELECT * INTO s FROM fanout_slots WHERE run_id = p_run AND slot = p_slot FOR UPDATE;
-    IF s.job_id IS DISTINCT FROM p_job OR s.active THEN
+    -- Only who holds the run makes, binds or cancels a queued slot: it is ours without a lock.
+    SELECT count(*) FILTER (WHERE active),
+        bool_or(slot = p_slot AND job_id = p_job AND NOT active)
+    INTO v_active, v_mine FROM fanout_slots WHERE run_id = p_run;
+    IF NOT coalesce(v_mine, false) THEN
         PERFORM fanout_top_up_v1(p_run);
         RETURN NEXT (p_slot, 'ended', NULL, v_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
             false)::fanout_reply_v1;
         RETURN;
     END IF;
-    SELECT count(*) INTO v_active FROM fanout_slots WHERE run_id = p_run AND active;
     IF r.status <> 'processing' OR r.paused OR r.closing IS NOT NULL
             OR v_active >= r.max_in_flight THEN
         DELETE FROM fanout_slots WHERE run_id = p_run AND slot = p_slot;
