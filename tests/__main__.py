@@ -1,4 +1,4 @@
-"""Runs the whole suite: on each server, in two parts, with coverage over all of it.
+"""Runs the suite: on each server, in two parts; on the first one all of it, with coverage.
 
 `python -m tests [pytest's arguments]`; arguments choose tests, and then coverage is not judged.
 """
@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 VERSIONS = (18, 15)
 NO_TEST_RAN = 5
 PARTS: Mapping[str, Sequence[str]] = {
-    "beside each other": ("-m", "not acceptance", "-n", "2"),
+    # Most of them wait for something most of the time.
+    "beside each other": ("-m", "not acceptance", "-n", str(2 * (os.cpu_count() or 1))),
     # They measure times and start many processes: alone, so that they disturb nobody.
     "alone": ("-m", "acceptance"),
 }
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run everything and return the exit code."""
     shutil.rmtree(ROOT / "build/coverage", ignore_errors=True)
     codes = [
-        _run(part, options, environment, arguments)
-        for environment in _servers()
+        _run(part, options, environment, arguments, measured=number == 0)
+        for number, environment in enumerate(_servers())
         for part, options in PARTS.items()
     ]
     if all(code == NO_TEST_RAN for code in codes):
@@ -57,12 +58,15 @@ def _run(
     options: Sequence[str],
     environment: Mapping[str, str],
     arguments: Sequence[str],
+    *,
+    measured: bool,
 ) -> int:
     where = environment.get("FANOUT_TEST_PG")
     print(
         f"\nTests {part}, on " + (f"PostgreSQL {where}" if where else "FANOUT_TEST_DSN"), flush=True
     )
-    return _call(["-m", "coverage", "run", "-m", "pytest", "-q", *options, *arguments], environment)
+    coverage = ["-m", "coverage", "run"] if measured else []
+    return _call([*coverage, "-m", "pytest", "-q", *options, *arguments], environment)
 
 
 def _coverage() -> int:

@@ -47,12 +47,17 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On other servers than 18, leave out what no server is asked in, and what says so itself."""
     if _wanted_version() == 18:
         return
-    left_out = [item for item in items if item.get_closest_marker("pg18_only")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("pg18_only")]
+    kept = [
+        item
+        for item in items
+        if {"server", "own_server"} & set(getattr(item, "fixturenames", ()))
+        and not item.get_closest_marker("pg18_only")
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The concurrent twin of the state machine: a dozen connections whose statements overlap at random.
 
 No deadlock, no error that nobody expects, and the invariants at every moment; all of them at each
-quiet point. FANOUT_TEST_SECONDS sets how long each seed runs (10; a long run takes 60),
+quiet point. FANOUT_TEST_SECONDS sets how long each seed runs (6; a long run takes 60),
 FANOUT_TEST_SEEDS which seeds ("1,2").
 """
 
@@ -25,7 +25,7 @@ from tests.conftest import Connection
 from tests.protocol import Protocol, Reply, Row, callback
 from tests.waiting import wait_until
 
-SECONDS = float(os.environ.get("FANOUT_TEST_SECONDS", "10"))
+SECONDS = float(os.environ.get("FANOUT_TEST_SECONDS", "6"))
 SEEDS = [int(seed) for seed in os.environ.get("FANOUT_TEST_SEEDS", "1,2").split(",")]
 LEASE = 0.5
 WORKERS = 5

@@ -1,7 +1,7 @@
 """Random schedules of everything that can happen to runs, one statement after the other.
 
 A serial schedule on a clock of its own: what it finds is found again. FANOUT_TEST_STEPS sets how
-many steps to take (9,000, more or less; a long run takes 50,000 and more).
+many steps to take (5,000, more or less; a long run takes 50,000 and more).
 """
 
 import os
@@ -23,7 +23,7 @@ from tests.conftest import Connection
 from tests.protocol import Clocked, Entry, callback
 from tests.protocol_world import Loop, Process, Run, World
 
-STEPS = int(os.environ.get("FANOUT_TEST_STEPS", "9000"))
+STEPS = int(os.environ.get("FANOUT_TEST_STEPS", "5000"))
 STEPS_PER_EXAMPLE = 100
 # Shrinking takes minutes; with FANOUT_TEST_SHRINK=0 what was found is shown as it was found.
 PHASES = [

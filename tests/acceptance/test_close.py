@@ -1,5 +1,6 @@
 """How runs close: exactly once, at the right moment, whoever comes last."""
 
+import os
 import statistics
 from collections import defaultdict
 from typing import Any
@@ -14,13 +15,14 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.acceptance
 
-ROUNDS = 200
+# The second server is asked for fewer.
+ROUNDS = 200 if os.environ.get("FANOUT_TEST_PG", "18") == "18" else 50
 CHILDREN = 20
 
 
 @pytest.mark.timeout(180)
 def test_children_that_finish_in_the_same_instant_close_once(scene: Scene) -> None:
-    """A04, invariants 1, 2 and 4: 20 children over 4 processes end together, 200 times."""
+    """A04, invariants 1, 2 and 4: 20 children over 4 processes end together, round after round."""
     for _ in range(4):
         scene.worker(concurrency=6)
     runs: list[Run] = []
