@@ -11,6 +11,7 @@ from fanout_procrastinate.errors import (
     InvalidItem,
     InvalidValue,
     ItemTooLarge,
+    LimitTimeout,
     PermanentError,
     ResultTooLarge,
     RunClosed,
@@ -22,6 +23,7 @@ from fanout_procrastinate.errors import (
     WaitTimeout,
 )
 from fanout_procrastinate.fanout import FanOut
+from fanout_procrastinate.limits import Limit
 from fanout_procrastinate.managers import Manager
 from fanout_procrastinate.models import (
     ErrorGroup,
@@ -29,13 +31,18 @@ from fanout_procrastinate.models import (
     FindingKind,
     Item,
     ItemStatus,
+    LimitState,
+    LimitUse,
+    LimitWant,
     Progress,
     RunStatus,
     SweepReport,
 )
 from fanout_procrastinate.outcomes import Backoff
+from fanout_procrastinate.permits import Permit
 from fanout_procrastinate.run import Run
 from fanout_procrastinate.settings import Settings
+from fanout_procrastinate.subscriptions import Event, Subscription
 
 __all__ = [
     "Backoff",
@@ -44,6 +51,7 @@ __all__ = [
     "ConfigurationError",
     "DatabaseError",
     "ErrorGroup",
+    "Event",
     "FanOut",
     "FanoutError",
     "Finding",
@@ -54,8 +62,14 @@ __all__ = [
     "ItemContext",
     "ItemStatus",
     "ItemTooLarge",
+    "Limit",
+    "LimitState",
+    "LimitTimeout",
+    "LimitUse",
+    "LimitWant",
     "Manager",
     "PermanentError",
+    "Permit",
     "Progress",
     "ResultTooLarge",
     "Run",
@@ -66,6 +80,7 @@ __all__ = [
     "RunStatus",
     "SchemaError",
     "Settings",
+    "Subscription",
     "SweepReport",
     "TransientError",
     "WaitTimeout",

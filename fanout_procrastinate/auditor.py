@@ -67,7 +67,7 @@ class _Audit:
             raise errors.RunNotFound(self._run_id)
         state = list(self._state(runs))
         looked_at = time.monotonic()
-        found = [*state, *self._orphans(), *self._items(runs)]
+        found = [*state, *self._limits(), *self._orphans(), *self._items(runs)]
         self._ends += 2 * self._between
         kept = self._confirmed(state, looked_at)
         found = [one for one in found if one.kind not in _FLEETING or _key(one) in kept]
@@ -84,6 +84,14 @@ class _Audit:
             except TimeoutError:
                 self._too_late(f"{len(runs) - first} of {len(runs)} runs were not looked at")
                 return
+
+    def _limits(self) -> list[models.Finding]:
+        try:
+            found: list[models.Finding] = self._read(store.audit_limits())
+        except TimeoutError:
+            self._too_late("nobody looked at the limits")
+            return []
+        return [one for one in found if self._run_id in (None, one.run_id)]
 
     def _orphans(self) -> list[models.Finding]:
         if self._run_id is not None:

@@ -332,3 +332,4 @@ async def run_job(
             time_slice=shared.settings.time_slice,
             run_args=run_args,
         ).serve()
+        await mine.passed_on()

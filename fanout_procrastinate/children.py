@@ -14,6 +14,7 @@ from fanout_procrastinate import (
     errors,
     fanout,
     isolation,
+    limits,
     mapping,
     registration,
     run,
@@ -84,7 +85,8 @@ class Child(Generic[P, R]):
             items: what the child takes, one by one.
             item_key: item -> str, unique within the run; a repeated key is skipped.
             **options: as `Manager.configure` takes: ``run_key``, ``if_closed``,
-                ``max_in_flight``, ``tolerate``, ``deadline``, ``priority``, ``queue``, ``tags``.
+                ``max_in_flight``, ``tolerate``, ``deadline``, ``priority``, ``queue``, ``tags``,
+                ``weight``.
 
         Raises:
             InvalidItem: an item does not fit the child.
@@ -122,6 +124,7 @@ class Child(Generic[P, R]):
         return staging.Packer(
             items=self.item_codec,
             item_key=item_key,
+            key_limit=next((one for one in self.options.limits if one.key is not None), None),
             max_item_bytes=owner.settings.max_item_bytes,
             chunk_size=owner.settings.chunk_size,
             chunk_seconds=owner.settings.renew_interval,
@@ -168,6 +171,20 @@ class Child(Generic[P, R]):
             "child_queue": self.queue,
             "child_priority": self.options.priority,
             "max_crashes": self.options.max_crashes,
+            **self._limit_columns(),
+        }
+
+    def _limit_columns(self) -> dict[str, Any]:
+        specs = [limit.spec() for limit in self.options.limits]
+        if self.options.max_running is not None:
+            specs.append(limits.kind_spec(self.task.name, self.options.max_running))
+        if not specs:
+            return {}
+        names = sorted(spec["name"] for spec in specs if not spec["keyed"])
+        return {
+            "limit_specs": specs,
+            "limits": names or None,
+            "key_limit": next((spec["name"] for spec in specs if spec["keyed"]), None),
         }
 
     def _job(self) -> Callable[..., Any]:

@@ -24,12 +24,17 @@ DriverError = psycopg.Error
 Connect = Callable[[], "psycopg.Connection[Any]"]
 
 _TRY_AGAIN = ("40001", "40P01")
+_ELSEWHERE = ("26000", "42P05")  # prepared in another session: a pooler stands between
+_READ_ONLY = "25006"
 _MISSING = ("42P01", "42883", "42704")  # table, function, type
 _REFUSALS = ("0A", "22", "23", "42", "54")  # 54: larger than the server can take
 _TRIES = 20
+# Only where it is not so already: behind a pooler, what is set stays with others. With array_nulls
+# off, an absent key would be the text NULL.
 _SESSION = (
-    "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED",
-    "SET array_nulls = on",  # off, an absent key would be the text NULL
+    "SELECT set_config(name, value, false) FROM (VALUES"
+    " ('default_transaction_isolation', 'read committed'), ('array_nulls', 'on'))"
+    " AS wanted (name, value) WHERE current_setting(name) <> value",
 )
 
 
@@ -37,16 +42,17 @@ def mapped(exc: psycopg.Error) -> errors.FanoutError:
     """Return the library's error for one of the driver's."""
     if exc.sqlstate in _MISSING and "fanout" in str(exc):
         return errors.SchemaError(f"the fan-out tables are missing ({_first_line(exc)})")
-    return errors.DatabaseError(
-        _first_line(exc), sqlstate=exc.sqlstate, transient=not _refused(exc)
-    )
+    message = _first_line(exc)
+    if exc.sqlstate in _ELSEWHERE:
+        message += '; behind a pooler give the connector kwargs={"prepare_threshold": None}'
+    return errors.DatabaseError(message, sqlstate=exc.sqlstate, transient=not _refused(exc))
 
 
 def _refused(exc: psycopg.Error) -> bool:
     """Return whether the server, or the driver itself, would refuse this statement every time."""
     if exc.sqlstate is None:
         return isinstance(exc, psycopg.DataError | psycopg.ProgrammingError)
-    if exc.sqlstate == "42P05":  # a prepared statement, behind a pooler
+    if exc.sqlstate in _ELSEWHERE:
         return False
     return exc.sqlstate[:2] in _REFUSALS
 
@@ -60,6 +66,11 @@ def pause_before(attempt: int) -> float:
     """Return the seconds to wait before trying again after a serialisation failure."""
     longest: float = min(0.5, 0.005 * 2 ** min(attempt, 10))
     return longest * random.random()  # noqa: S311 - jitter
+
+
+def _is_demoted(exc: BaseException) -> bool:
+    """Whether the server takes no writes: after a failover, a new connection may find who does."""
+    return isinstance(exc, psycopg.Error) and exc.sqlstate == _READ_ONLY
 
 
 def _first_line(exc: BaseException) -> str:
@@ -116,8 +127,8 @@ class Database:
         connection = self._take()
         try:
             rows = connection.execute(call.sql.encode(), call.params).fetchall()
-        except BaseException:
-            if connection.broken or connection.closed:
+        except BaseException as exc:
+            if connection.broken or connection.closed or _is_demoted(exc):
                 connection.close()
             else:
                 self._give_back(connection)
@@ -131,6 +142,8 @@ class Database:
                 return self._free.pop()
         connection = self._connect()
         try:
+            # In a pooler's sessions, what others prepared may have the same name.
+            connection.prepare_threshold = None
             if not connection.autocommit:
                 connection.rollback()
                 connection.autocommit = True
@@ -169,6 +182,7 @@ class Reader:
             raise mapped(exc) from exc
         if not self._connection.autocommit:
             self._connection.rollback()
+        self._connection.prepare_threshold = None
         self._connection.autocommit = False
         self._connection.read_only = True
         self._connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from fanout_procrastinate import children, managers, outcomes, registration, settings
+from fanout_procrastinate import limits as limits_module
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +29,8 @@ def fanout_child(
     isolate: bool = False,
     memory_limit: int | None = None,
     pass_context: bool = False,
+    max_running: int | None = None,
+    limits: Iterable[limits_module.Limit] = (),
 ) -> Callable[[Callable[P, R]], children.Child[P, R]]:
     """Declare a function of one item as a child.
 
@@ -49,6 +52,10 @@ def fanout_child(
         memory_limit: bytes that the process may have in all (Linux: its own memory, elsewhere the
             address space); beyond, allocations fail. Only with ``isolate``.
         pass_context: the function's first argument is an `ItemContext`.
+        max_running: items of this child at work at the same time, over all runs and machines.
+            Runs share it in equal turns, or by ``weight``.
+        limits: resources that each item takes for as long as it is at work; an item waits for
+            them before it begins, at no cost.
 
     Raises:
         ConfigurationError: something in the declaration cannot work; the message names the remedy.
@@ -67,6 +74,8 @@ def fanout_child(
         isolate=isolate,
         memory_limit=memory_limit,
         pass_context=pass_context,
+        max_running=max_running,
+        limits=limits,  # type: ignore[arg-type]
     )
     frame = inspect.currentframe()
     caller = frame.f_back if frame is not None else None
@@ -93,6 +102,7 @@ def fanout_manager(
     stuck_after: float = 7200.0,
     max_attempts: int = 3,
     backoff: outcomes.Backoff | None = None,
+    weight: float = 1.0,
 ) -> Callable[[Callable[P, R]], managers.Manager[P, R]]:
     """Declare a function that lists a run's items as a manager.
 
@@ -113,6 +123,8 @@ def fanout_manager(
         stuck_after: seconds without progress, although it could move, after which a run is closed.
         max_attempts: tries of the listing, the first included.
         backoff: seconds between the tries.
+        weight: of its runs among others that share a limit: one of weight 2 has two places where
+            one of weight 1 has one.
 
     Raises:
         ConfigurationError: something in the declaration cannot work; the message names the remedy.
@@ -128,6 +140,7 @@ def fanout_manager(
         stuck_after=stuck_after,
         max_attempts=max_attempts,
         backoff=backoff or outcomes.Backoff(),
+        weight=weight,
     )
 
     def decorate(function: Callable[P, R]) -> managers.Manager[P, R]:

@@ -101,6 +101,32 @@ class WaitTimeout(FanoutError, TimeoutError):
         self.progress = progress
 
 
+class LimitTimeout(FanoutError, TimeoutError):
+    """Report that no permit was to be had in the time given; a child that meets it is tried again.
+
+    Attributes:
+        names: of the limits.
+        seconds: how long it waited.
+        reason: which limit had no room, in words, where known.
+
+    Example:
+        >>> str(LimitTimeout(("llm",), 5.0, "limit llm is full: 2 of 2"))
+        'no permit of llm within 5 s: limit llm is full: 2 of 2'
+    """
+
+    def __init__(
+        self, names: tuple[str, ...] = (), seconds: float = 0.0, reason: str | None = None
+    ) -> None:
+        super().__init__(names, seconds, reason)
+        self.names = names
+        self.seconds = seconds
+        self.reason = reason
+
+    def __str__(self) -> str:
+        text = f"no permit of {', '.join(self.names)} within {self.seconds:g} s"
+        return text if self.reason is None else f"{text}: {self.reason}"
+
+
 class InvalidValue(FanoutError, ValueError):
     """Report a value that does not fit its annotation, or that cannot become JSON."""
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import asgiref.sync
 
+from fanout_procrastinate import telemetry
+
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
@@ -66,7 +68,8 @@ class Execution:
             code = _guarded_async(self.function, args, kwargs)
         else:
             code = self._in_thread(args, kwargs)
-        self._task = asyncio.create_task(code, name="fanout-item")
+        with telemetry.working():
+            self._task = asyncio.create_task(code, name="fanout-item")
         self._told = asyncio.get_running_loop().create_future()
         ends: set[asyncio.Future[Any]] = {self._task, self._told}
         try:

@@ -20,14 +20,19 @@ from fanout_procrastinate import (
     database,
     errors,
     events,
+    hooks,
     host,
+    hub,
+    limit_control,
     models,
+    permits,
     run,
     runtime,
     schema,
     settings,
     store,
     sweeper,
+    telemetry,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,7 +44,7 @@ _TOP_PRIORITY = 2**31 - 1
 _DAY = 86400
 
 
-class FanOut:
+class FanOut(limit_control.LimitControl):
     """Hold the fan-out settings of an app and give access to its runs.
 
     Create it before the app's first decorator; otherwise the defaults hold.
@@ -48,7 +53,8 @@ class FanOut:
         app: the procrastinate app.
         **options: see `Settings`: ``time_slice``, ``lease`` (seconds), ``sweep_cron``,
             ``max_item_bytes``, ``max_result_bytes`` (bytes of UTF-8 JSON), ``retention``
-            (seconds), ``connection_factory``, ``chunk_size`` (items).
+            (seconds), ``connection_factory``, ``chunk_size`` (items), ``events``,
+            ``on_item_failed``, ``on_stuck``, ``redact``.
 
     Raises:
         ConfigurationError: an option cannot work, the app is a blueprint, or it has its settings
@@ -81,10 +87,15 @@ class FanOut:
             )
         self.app = app
         self.settings = settings.Settings(**options)
-        self.host = host.Host(app)
         self.connect: database.Connect = self.settings.connection_factory or host.connect_as(app)
-        self.hub = events.Hub(self.connect)
-        self._access = run.Access(host=self.host, hub=self.hub, result_codec=self._result_codec)
+        self.host = host.Host(app, self.connect)
+        self.hub = hub.Hub(self.connect)
+        self.events = events.Events(self.connect, self.hub)
+        self.own_permits = permits.OwnPermits(self.connect, self.hub, lease=self.settings.lease)
+        self._access = run.Access(
+            host=self.host, hub=self.hub, events=self.events, result_codec=self._result_codec
+        )
+        self.telemetry = telemetry.Telemetry()
         self._runtimes: dict[asyncio.AbstractEventLoop, runtime.Runtime] = {}
         self._lock = threading.Lock()
         setattr(app, _ATTRIBUTE, self)
@@ -219,14 +230,18 @@ class FanOut:
             DatabaseError: the database did not answer.
         """
         own = database.Database(self.connect, size=1)
+        called = hooks.Hooks(self.settings)
         try:
             return sweeper.Sweeper(
                 run=own.run,
                 lease=self.settings.lease,
                 retention=self.settings.retention,
                 tasks=self._task_names(),
+                on_stuck=called.stuck if self.settings.on_stuck is not None else None,
+                on_swept=self.telemetry.swept,
             ).sweep_once()
         finally:
+            called.close()
             own.close()
 
     async def sweep_async(self) -> models.SweepReport:
@@ -265,12 +280,14 @@ class FanOut:
         return await asyncio.to_thread(self.audit, run_id, timeout=timeout)
 
     def close(self) -> None:
-        """Close the connection that listens for events; it opens again when needed."""
+        """End all subscriptions to events, and close what listens; it opens again when needed."""
+        self.own_permits.close()
+        self.events.close()
         self.hub.close()
 
     async def close_async(self) -> None:
         """Close what this process holds open for fan-outs on this loop, once it is idle."""
-        await asyncio.to_thread(self.hub.close)
+        await asyncio.to_thread(self.close)
         mine = self._runtimes.get(asyncio.get_running_loop())
         if mine is not None:
             await mine.close()
@@ -287,7 +304,9 @@ class FanOut:
                     self.connect,
                     self.settings,
                     self._task_names(),
+                    self.telemetry,
                     on_close=functools.partial(self._forget, loop),
+                    listening=self.hub,
                 )
                 self._runtimes[loop] = found
             return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 _TRIES = 20
 _REMEDY = "pass FanOut(app, connection_factory=lambda: psycopg.connect(...))"
+_OWN_ALONE = ("autocommit", "row_factory", "cursor_factory", "context")
 # A half-open socket must not hold a renewal for hours.
 _KEEPALIVE = {
     "keepalives": 1,
@@ -33,10 +35,38 @@ _KEEPALIVE = {
 
 
 class Host:
-    """Run calls through an app's connector, sync or async."""
+    """Run calls through an app's connector, sync or async.
 
-    def __init__(self, app: procrastinate.App) -> None:
+    Args:
+        app: the host app.
+        connect: opens a connection of the library's own; for control where the connector shares
+            the caller's transaction.
+    """
+
+    def __init__(self, app: procrastinate.App, connect: database.Connect | None = None) -> None:
         self.app = app
+        self._connect = connect or connect_as(app)
+
+    def control(self, call: store.Call[T]) -> T:
+        """Run a call that locks a run, in a transaction of its own.
+
+        A connector that shares the caller's transaction, such as Django's within a request, would
+        hold these locks until that ends. Only what was started in that transaction, and is seen by
+        nobody else, is looked for there.
+        """
+        if not _shares_transactions(self.app.connector):
+            return self.run(call)
+        with contextlib.closing(database.Database(self._connect, size=1)) as own:
+            found = own.run(call)
+        return self.run(call) if found is None else found
+
+    async def control_async(self, call: store.Call[T]) -> T:
+        """Run a call that locks a run, without blocking the loop; otherwise like `control`."""
+        if not _shares_transactions(self.app.connector):
+            return await self.run_async(call)
+        with contextlib.closing(database.Database(self._connect, size=1)) as own:
+            found = await own.run_async(call)
+        return await self.run_async(call) if found is None else found
 
     def run(self, call: store.Call[T], *, connection: Any = None) -> T:
         """Run a call; on the caller's own connection it joins the caller's transaction.
@@ -121,6 +151,11 @@ class Host:
             raise _mapped(exc) from exc
 
 
+def _shares_transactions(connector: Any) -> bool:
+    """Whether what goes through it is part of a transaction that others began."""
+    return type(connector).__module__.startswith("procrastinate.contrib.django")
+
+
 def _in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
@@ -178,6 +213,10 @@ def connect_as(app: procrastinate.App) -> database.Connect:
 
 
 def _connection_settings(connector: Any) -> tuple[str, dict[str, Any]]:
+    if _shares_transactions(connector):
+        # Django's: as its own connections are opened, less what concerns these alone.
+        given = dict(connector.connection.get_connection_params())
+        return "", {name: value for name, value in given.items() if name not in _OWN_ALONE}
     pool = getattr(connector, "_async_pool", None) or getattr(connector, "_pool", None)
     if pool is not None:
         conninfo, kwargs = getattr(pool, "conninfo", None), getattr(pool, "kwargs", None)
@@ -189,7 +228,7 @@ def _connection_settings(connector: Any) -> tuple[str, dict[str, Any]]:
             )
         conninfo, kwargs = arguments.get("conninfo", ""), arguments.get("kwargs")
     settings = (_called(conninfo) or "", dict(_called(kwargs) or {}))
-    for name in ("autocommit", "row_factory", "cursor_factory", "context"):
+    for name in _OWN_ALONE:
         settings[1].pop(name, None)
     return settings
 

@@ -34,9 +34,12 @@ from fanout_procrastinate import (
     errors,
     execution,
     isolation,
+    limits,
     outcomes,
+    permits,
     processes,
     settings,
+    store,
 )
 
 _MAIN = "__mp_main__"  # the name that multiprocessing has made known
@@ -102,11 +105,53 @@ class Line:
         return bytes(found)
 
 
+class Permits:
+    """The permits of an isolated item: the worker takes, renews and gives them."""
+
+    lease = 30.0  # the worker puts its own in the place of it
+    poll_seconds = 0.25
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def run(self, call: store.Call[Any]) -> Any:
+        """Have the worker run a call."""
+        return call.parse(self._line.ask("permit", name=call.name, params=dict(call.params)))
+
+    async def run_async(self, call: store.Call[Any]) -> Any:
+        """Have the worker run a call, without blocking the loop."""
+        return await asyncio.to_thread(self.run, call)
+
+    def pause(self, limit: limits.Limit, seconds: float) -> None:
+        """Let nothing begin with a limit for so long."""
+        self.run(store.pause_limit(limit.spec(), seconds))
+
+    async def pause_async(self, limit: limits.Limit, seconds: float) -> None:
+        """Let nothing begin with a limit for so long."""
+        await self.run_async(store.pause_limit(limit.spec(), seconds))
+
+    def is_lost(self, permit: permits.Permit) -> bool:
+        """Return whether a permit is held no more."""
+        return bool(self._line.ask("permit_lost", holder=permit.holder))
+
+    def begin(self, permit: permits.Permit, wake: Callable[[], None]) -> None:
+        """Do nothing: nobody is woken here, so that the poll is shorter."""
+
+    def watch(self, permit: permits.Permit) -> None:
+        """Do nothing; see `begin`."""
+
+    def hold(self, permit: permits.Permit) -> None:
+        """Do nothing: the worker renews what it has taken for us."""
+
+    def end(self, permit: permits.Permit) -> None:
+        """Do nothing: the worker sees what we give back."""
+
+
 class Context(context.ItemContext):
     """The context of an isolated item: what it has to look up, it asks the worker."""
 
     def __init__(self, line: Line, **facts: Any) -> None:
-        super().__init__(**facts)
+        super().__init__(**facts, _permits=Permits(line))
         self._line = line
 
     def should_stop(self) -> bool:
@@ -120,6 +165,12 @@ class Context(context.ItemContext):
     def log(self, message: str, **data: Any) -> None:
         """Log a line with the item's ids, in the worker."""
         self._line.ask("log", message=message, data=data)
+
+    def progress(self, fraction: float) -> None:
+        """Show how far this item is; see `ItemContext.progress`."""
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"progress({fraction!r}): give a fraction from 0 to 1")
+        self._line.ask("progress", fraction=float(fraction))
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -152,6 +203,7 @@ class Item:
             self.line.end(work.failure(exc, attempt), reusable=reusable)
             return
         limit = work.options.memory_limit
+        limits.in_use.set(Permits(self.line))
         self.line.begin()
         with memory_limited(limit):
             end = _call(work.function, args, self.runner)

@@ -91,6 +91,14 @@ class Context(Protocol):
 
     def log(self, message: str, **data: Any) -> None: ...
 
+    def progress(self, fraction: float) -> None: ...
+
+    async def permit_asked(self, name: str, params: dict[str, Any]) -> Any: ...
+
+    def permit_lost(self, holder: str) -> bool: ...
+
+    async def permits_over(self) -> None: ...
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Execution:
@@ -163,6 +171,7 @@ class Execution:
                 self.pool.give_back(process)
             else:
                 await process.ended()
+            await self.context.permits_over()
 
     async def _exchange(
         self, process: processes.Process, timeout: float | None
@@ -198,7 +207,14 @@ class Execution:
                 return {"answer": self.context.should_stop()}
             if question == "still_mine":
                 return {"answer": await self.context.still_mine_async()}
-            self.context.log(about["message"], **about["data"])
+            if question == "permit":
+                return {"answer": await self.context.permit_asked(about["name"], about["params"])}
+            if question == "permit_lost":
+                return {"answer": self.context.permit_lost(about["holder"])}
+            if question == "progress":
+                self.context.progress(about["fraction"])
+            else:
+                self.context.log(about["message"], **about["data"])
         except Exception as exc:  # noqa: BLE001 - no answer may cost the item its outcome
             return {"error": str(exc)}
         return {"answer": None}

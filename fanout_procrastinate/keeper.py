@@ -48,6 +48,7 @@ class Keeper:
         sweep: what to sweep with.
         renew_interval: seconds between renewals.
         sweep_interval: seconds between sweeps.
+        renew_besides: renews what is neither a slot nor a hold.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Keeper:
         *,
         renew_interval: float,
         sweep_interval: float,
+        renew_besides: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._sweep = sweep
         self._renew_interval = renew_interval
         self._sweep_interval = sweep_interval
+        self._renew_besides = renew_besides
         self._holds: set[Hold] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -104,13 +107,14 @@ class Keeper:
                     held = hold in self._holds
                 if held:
                     hold.on_verdict("lost")
+        self._renew_besides()
 
     def sweep_once(self) -> float:
         """Sweep, and return the seconds until the next sweep."""
         report = self._sweep.sweep_once()
-        # A slot marked at the first look is looked at again as soon as that may decide.
-        if report.done.get("marked"):
-            return min(self._sweep_interval, self._renew_interval * 1.02)
+        # Who is silent is looked at again as soon as that may decide.
+        if report.done.get("marked") or any("silent slot" in it for it in report.runs.values()):
+            return min(self._sweep_interval, self._renew_interval / 2)
         return self._sweep_interval
 
     def _loop(self) -> None:

@@ -134,7 +134,7 @@ class Listing:
         self._check(await self.runtime.database.run_async(self._append_call(chunk)))
 
     def _append_call(self, chunk: staging.Chunk) -> store.Call[int | None]:
-        return store.append(self.run_id, self.claim.fence, chunk.keys, chunk.payloads)
+        return store.append(self.run_id, self.claim.fence, chunk.keys, chunk.payloads, chunk.lanes)
 
     def _check(self, staged: int | None) -> None:
         if staged is None:
@@ -271,11 +271,15 @@ async def run_job(
             extra={"action": "manager_not_wanted", "run_id": run_id},
         )
         return
-    await Listing(
+    listing = Listing(
         function=function,
         options=options,
         make_packer=make_packer,
         runtime=shared,
         run_id=run_id,
         claim=claim,
-    ).execute()
+    )
+    trace = await shared.recorder.trace(run_id)
+    shared.telemetry.waited(trace.name, trace.waited)
+    with shared.telemetry.manager(trace.name, run_id, trace.carrier):
+        await listing.execute()

@@ -108,6 +108,7 @@ class Manager(Generic[P, R]):
             priority: of the run's jobs.
             queue: of the run's jobs.
             tags: a list of str.
+            weight: among runs that share a limit.
             schedule_at: an aware datetime before which the manager does not start.
             schedule_in: seconds, a timedelta, or a dict for one, before the manager starts.
             connection: your own connection: the run joins its transaction.

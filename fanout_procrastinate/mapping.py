@@ -109,7 +109,7 @@ class Mapping:
         self._checked(await run(store.seal(self.run_id, _FENCE)))
 
     def _append(self, chunk: staging.Chunk) -> store.Call[int | None]:
-        return store.append(self.run_id, _FENCE, chunk.keys, chunk.payloads)
+        return store.append(self.run_id, _FENCE, chunk.keys, chunk.payloads, chunk.lanes)
 
     def _checked(self, answer: Any) -> None:
         if answer is None:

@@ -64,6 +64,7 @@ class Progress:
         callbacks: the state of this generation's callbacks by task name: ``owed``, ``running``,
             ``done`` or ``failed``.
         max_in_flight: items at work at the same time, at most.
+        waiting_for: which limit keeps it from more places, in words; ``None`` while none does.
     """
 
     run_id: int
@@ -89,6 +90,7 @@ class Progress:
     started_at: datetime.datetime | None
     closed_at: datetime.datetime | None
     last_activity_at: datetime.datetime | None
+    waiting_for: str | None = None
 
     @property
     def done(self) -> int:
@@ -198,6 +200,40 @@ class ErrorGroup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Show one slot of a run, and what it works on.
+
+    Args:
+        slot: its number.
+        job_id: the job that holds it, or waits to.
+        active: whether the job works; otherwise it waits in the queue.
+        position: of the item in hand.
+        key: the key of that item.
+        started_at: when that item was handed out.
+        seen_at: when its worker was last heard of.
+        scheduled_at: when a waiting job is due, if not at once.
+        suspected: whether its worker has been silent for a lease.
+    """
+
+    slot: int
+    job_id: int
+    active: bool
+    position: int | None
+    key: str | None
+    started_at: datetime.datetime | None
+    seen_at: datetime.datetime | None
+    scheduled_at: datetime.datetime | None
+    suspected: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; times are ISO 8601."""
+        return {
+            name: value.isoformat() if isinstance(value, datetime.datetime) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepReport:
     """Show what one sweep did.
 
@@ -278,6 +314,10 @@ class FindingKind(enum.StrEnum):
     """A close does not owe a callback that it should, or owes one that it should not."""
     CALLBACK_LOST = "callback_lost"
     """A callback is owed or running, but nobody will run or finish it."""
+    SHUT_LIMIT = "shut_limit"
+    """Nobody may have a limit (concurrency 0), and runs or programs want it."""
+    DEAD_PERMIT = "dead_permit"
+    """A permit's holder has been silent for three leases, and no sweep has come."""
     ORPHANS = "orphans"
     """There are rows of a run that is not there."""
     UNCHECKED = "unchecked"
@@ -308,6 +348,138 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitUse:
+    """Show who has a place of a limit, or waits for one.
+
+    Args:
+        label: ``item``, ``queued`` (a slot that is about to begin), or what a permit was taken for.
+        run_id: the run, where it is one.
+        slot: its slot, for what is no permit.
+        position: of the item.
+        key: of the item.
+        lane: the key of the limit, where it has one.
+        since: when.
+    """
+
+    label: str
+    run_id: int | None
+    slot: int | None
+    position: int | None
+    key: str | None
+    lane: str | None
+    since: datetime.datetime
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LimitUse:
+        """Build it from the database's JSON."""
+        names = ("run_id", "slot", "position", "key", "lane")
+        return cls(
+            label=data["label"],
+            since=datetime.datetime.fromisoformat(data["since"]),
+            **{name: data.get(name) for name in names},
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitWant:
+    """Show a run that wants more places of a limit than it has.
+
+    Args:
+        run_id: the run.
+        name: its manager's task name.
+        wants: how many more.
+        reason: which limit keeps it waiting, in words.
+    """
+
+    run_id: int
+    name: str
+    wants: int
+    reason: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitState:
+    """Show a limit, and who has it.
+
+    Args:
+        name: of the resource; ``max_running:`` and a task name for a child's own.
+        kind: ``shared``, ``keyed`` (each key has places of its own) or ``child``
+            (``max_running``).
+        concurrency: how many may have it at once, per key where it is keyed; ``None`` = any number.
+        rate: starts in `per` seconds; ``None`` = any number.
+        per: seconds, for `rate`.
+        burst: starts that may come at once.
+        keyed: whether it is kept per key.
+        paused_until: nothing begins before; ``None`` = it is not paused.
+        next_start: when the next start of a rate is free.
+        used: places that are taken.
+        holders: who has them, the first 200.
+        waiting: who stands in line for a permit, in that order, the first 200.
+        wanting: the runs that want more places, the first 200.
+    """
+
+    name: str
+    kind: str
+    concurrency: int | None
+    rate: float | None
+    per: float
+    burst: int
+    keyed: bool
+    paused_until: datetime.datetime | None
+    next_start: datetime.datetime | None
+    used: int
+    holders: tuple[LimitUse, ...]
+    waiting: tuple[LimitUse, ...]
+    wanting: tuple[LimitWant, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LimitState:
+        """Build it from the database's JSON."""
+        values = dict(data)
+        for name in ("paused_until", "next_start"):
+            if values[name] is not None:
+                values[name] = datetime.datetime.fromisoformat(values[name])
+        for name in ("holders", "waiting"):
+            values[name] = tuple(map(LimitUse.from_json, values[name]))
+        values["wanting"] = tuple(LimitWant(**one) for one in values["wanting"])
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; times are ISO 8601."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PermitReply:
+    """Hold the database's answer to who takes a permit.
+
+    Args:
+        granted: whether it is held, from in `wait_seconds` on.
+        place: in the line, from 1.
+        wait_seconds: until the start, or until the next look.
+        reason: why it waits.
+        refused: the limit that the run has already and that comes later by name.
+        crowds: a run that is to make room for those in line.
+    """
+
+    granted: bool
+    place: int | None
+    wait_seconds: float | None
+    reason: str | None
+    refused: str | None
+    crowds: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Hold what never changes about a run."""
 
@@ -320,6 +492,23 @@ class RunFacts:
     child_task: str
     child_queue: str
     ledgers: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Hold what spans and measures of a run carry.
+
+    Args:
+        name: of its manager's task (its child's, for ``.map``).
+        child_task: its child's task name.
+        waited: seconds since its trigger, or the time it was scheduled for.
+        carrier: the trace context of its trigger, as OpenTelemetry injects it.
+    """
+
+    name: str
+    child_task: str
+    waited: float
+    carrier: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -357,6 +546,7 @@ class Reply:
     payload: str | None
     wait_seconds: float | None
     stop: bool
+    freed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ import dataclasses
 import json
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fanout_procrastinate import errors, models, store
 
@@ -22,6 +23,7 @@ Run = Callable[[store.Call[Any]], Any]
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
+_MOST_STEPS = 50
 _REFUSED = json.dumps(
     {
         "type": "OutcomeRefused",
@@ -75,6 +77,39 @@ class Suspicion:
         self._freed = asyncio.Event()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recorded:
+    """Tell of an outcome that the database has recorded.
+
+    Args:
+        run_id: the run.
+        reply: the hand-out of the item.
+        entry: what was reported.
+        seconds: from the hand-out to the answer.
+    """
+
+    run_id: int
+    reply: models.Reply
+    entry: models.Entry
+    seconds: float
+
+
+class Watcher(Protocol):
+    """Who is told what a process works on; nothing of it may block or raise."""
+
+    async def begin(self, run_id: int) -> None:
+        """Hear that a slot of this run is about to begin."""
+
+    def handed(self, run_id: int, reply: models.Reply) -> None:
+        """Hear of an item, in the context of the job that works on it."""
+
+    def recorded(self, outcomes: Sequence[Recorded]) -> None:
+        """Hear of the outcomes of one report, recorded by the database."""
+
+    def over(self, epoch: int) -> None:
+        """Hear that a slot is over."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Sending:
     entry: models.Entry
@@ -88,10 +123,15 @@ class Reporter:
         run: runs one call without blocking the loop.
         run_id: the run.
         suspicion: shared by all reporters of the process.
+        watcher: told what this process works on; ``None`` = nobody asks.
     """
 
     def __init__(
-        self, run: Callable[[store.Call[Any]], Any], run_id: int, suspicion: Suspicion
+        self,
+        run: Callable[[store.Call[Any]], Any],
+        run_id: int,
+        suspicion: Suspicion,
+        watcher: Watcher | None = None,
     ) -> None:
         self._run = run
         self.run_id = run_id
@@ -100,6 +140,10 @@ class Reporter:
         self._senders: dict[int, asyncio.Task[None]] = {}
         self._ledger: int | None = None
         self._stop_sent = False
+        self._passing: asyncio.Task[None] | None = None
+        self._freed = False
+        self._watcher = watcher
+        self._in_hand: dict[int, tuple[models.Reply, float]] = {}
         self.slots = 0
 
     async def begin(
@@ -113,6 +157,8 @@ class Reporter:
 
         `on_begun` is told the reply in the thread that got it, even while the loop is blocked.
         """
+        if self._watcher is not None:
+            await self._watcher.begin(self.run_id)
         ledger = random.randrange(16) if self._ledger is None else self._ledger  # noqa: S311
         reservation = object()
         suspect = self._suspicion.reserve(reservation)
@@ -130,7 +176,9 @@ class Reporter:
         finally:
             self._settle(reservation, replies)
         self._note(reply)
-        return reply
+        if reply.freed:
+            self._pass_on()
+        return self._handed(reply)
 
     async def report(self, ledger: int, entry: models.Entry) -> models.Reply:
         """Send one slot's outcome and wish with the next report on this ledger."""
@@ -139,12 +187,39 @@ class Reporter:
         if ledger not in self._senders:
             task = asyncio.create_task(self._send(ledger), name=f"fanout-report-{self.run_id}")
             self._senders[ledger] = task
-        return await sending.reply
+        return self._handed(await sending.reply)
 
     async def close(self) -> None:
         """Wait for the reports on their way."""
         while self._senders:
             await asyncio.wait(set(self._senders.values()))
+        await self.passed_on()
+
+    async def passed_on(self) -> None:
+        """Wait until what became free is passed on."""
+        if self._passing is not None:
+            await asyncio.wait({self._passing})
+
+    def _pass_on(self) -> None:
+        """Pass on what became free in a limit, in statements of their own; one at a time."""
+        self._freed = True
+        if self._passing is None or self._passing.done():
+            name = f"fanout-pass-on-{self.run_id}"
+            self._passing = asyncio.create_task(self._passes_on(), name=name)
+
+    async def _passes_on(self) -> None:
+        try:
+            while self._freed:
+                self._freed = False
+                for _ in range(_MOST_STEPS):
+                    if not await self._run(store.pass_on(self.run_id)):
+                        break
+        except errors.FanoutError as exc:  # a sweep does it then
+            logger.warning(
+                "Free places were not passed on: %s",
+                exc,
+                extra={"action": "pass_on_failed", "run_id": self.run_id, "exception": str(exc)},
+            )
 
     async def _send(self, ledger: int) -> None:
         try:
@@ -219,8 +294,12 @@ class Reporter:
             )
         finally:
             self._settle(reservation, replies)
+        if self._watcher is not None:
+            self._tell_recorded(self._watcher, entries, replies)
         for reply in replies:
             self._note(reply)
+        if any(reply.freed for reply in replies):
+            self._pass_on()
         if any(reply.stop for reply in replies) and not self._stop_sent:
             self._stop_sent = True
             await self._until_known(
@@ -235,10 +314,37 @@ class Reporter:
     def release_suspect(self, epoch: int) -> None:
         """Give back the place for suspects, if this slot has it."""
         self._suspicion.release(epoch)
+        self._in_hand.pop(epoch, None)
+        if self._watcher is not None:
+            self._watcher.over(epoch)
 
     def _note(self, reply: models.Reply) -> None:
         if reply.verdict in ("item", "move"):
             self._ledger = reply.ledger
+        if reply.verdict == "item" and reply.epoch is not None and self._watcher is not None:
+            self._in_hand[reply.epoch] = (reply, time.monotonic())
+
+    def _handed(self, reply: models.Reply) -> models.Reply:
+        if self._watcher is not None and reply.verdict == "item":
+            self._watcher.handed(self.run_id, reply)
+        return reply
+
+    def _tell_recorded(
+        self,
+        watcher: Watcher,
+        entries: Sequence[models.Entry],
+        replies: Sequence[models.Reply],
+    ) -> None:
+        now = time.monotonic()
+        lost = {reply.epoch for reply in replies if reply.verdict == "lost"}
+        recorded = []
+        for entry in entries:
+            reply, since = self._in_hand.pop(entry.epoch, (None, now))
+            if reply is None or entry.outcome is None or entry.epoch in lost:
+                continue
+            recorded.append(Recorded(self.run_id, reply, entry, now - since))
+        if recorded:
+            watcher.recorded(recorded)
 
     async def _until_known(self, call: store.Call[T]) -> T:
         return await until_known(self._run, call, self.run_id)

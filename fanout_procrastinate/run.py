@@ -8,16 +8,28 @@ import dataclasses
 import datetime
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from fanout_procrastinate import codec, errors, events, host, models, sanitise, settings, store
+from fanout_procrastinate import (
+    codec,
+    errors,
+    events,
+    host,
+    hub,
+    models,
+    sanitise,
+    settings,
+    store,
+    subscriptions,
+)
 
 T = TypeVar("T")
 
 _FIRST_POLL_SECONDS = 0.1
 _LONGEST_POLL_SECONDS = 2.0
 _PAGE = 500
+_MOST_STEPS = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +39,13 @@ class Access:
     Args:
         host: runs calls through the app's connector.
         hub: tells of closed runs.
+        events: live events.
         result_codec: the codec of a child task's results, ``None`` where it is not imported.
     """
 
     host: host.Host
-    hub: events.Hub
+    hub: hub.Hub
+    events: events.Events
     result_codec: Callable[[str], codec.Codec | None]
 
 
@@ -285,7 +299,8 @@ class Run:
     @contextlib.contextmanager
     def _subscribed(self, tell: Callable[[], None]) -> Iterator[None]:
         def subscriber(event: dict[str, Any]) -> None:
-            if event.get("run") == self.id or event.get("event") == "listening":
+            name = event.get("event")
+            if name == "listening" or (name == "closed" and event.get("run") == self.id):
                 tell()
 
         self._access.hub.subscribe(subscriber)
@@ -293,6 +308,28 @@ class Run:
             yield
         finally:
             self._access.hub.unsubscribe(subscriber)
+
+    def events(self, kinds: Iterable[str] | None = None) -> subscriptions.Subscription:
+        """Return the run's live events, for ``for`` and ``async for``, until it is closed.
+
+        It begins with the progress as it stands, and ends after ``closed``; of a closed run it is
+        these two. See `Event` for the kinds. With log lines or failures among them ``closed`` comes
+        half a second late, for the last of these to come before.
+
+        Args:
+            kinds: only these, such as ``{"progress", "log"}``.
+
+        Raises (when iterated over):
+            RunNotFound: the run is not kept.
+
+        Example:
+            >>> async for event in run.events():  # doctest: +SKIP
+            ...     print(event.kind, event.data)
+        """
+        return self._access.events.subscribe(self.id, kinds=kinds, until_closed=True)
+
+    # The object that it returns serves both worlds.
+    events_async = events
 
     # -- control: each in a transaction of its own
 
@@ -305,12 +342,12 @@ class Run:
 
         A closed run's progress is returned unchanged.
         """
-        self._found(self._access.host.run(self._cancel(abort, reason)))
+        self._controlled(self._cancel(abort, reason))
         return self.progress()
 
     async def cancel_async(self, abort: bool = False, reason: str | None = None) -> models.Progress:
         """Close the run early; otherwise like `cancel`."""
-        self._found(await self._access.host.run_async(self._cancel(abort, reason)))
+        await self._controlled_async(self._cancel(abort, reason))
         return await self.progress_async()
 
     def _cancel(self, abort: bool, reason: str | None) -> store.Call[str | None]:
@@ -319,22 +356,22 @@ class Run:
 
     def pause(self) -> models.Progress:
         """Hand out nothing more until `resume`; items at work end. No effect on a closed run."""
-        self._found(self._access.host.run(store.pause(self.id)))
+        self._controlled(store.pause(self.id))
         return self.progress()
 
     async def pause_async(self) -> models.Progress:
         """Hand out nothing more until `resume_async`; otherwise like `pause`."""
-        self._found(await self._access.host.run_async(store.pause(self.id)))
+        await self._controlled_async(store.pause(self.id))
         return await self.progress_async()
 
     def resume(self) -> models.Progress:
         """Hand out again. No effect on a closed run."""
-        self._found(self._access.host.run(store.resume(self.id)))
+        self._controlled(store.resume(self.id))
         return self.progress()
 
     async def resume_async(self) -> models.Progress:
         """Hand out again. No effect on a closed run."""
-        self._found(await self._access.host.run_async(store.resume(self.id)))
+        await self._controlled_async(store.resume(self.id))
         return await self.progress_async()
 
     def retry_failed(self, error_type: str | None = None) -> int:
@@ -349,11 +386,11 @@ class Run:
         Raises:
             RunClosed: another run took over its ``run_key``, or it is being stopped.
         """
-        return self._reopened(self._access.host.run(self._retry(error_type)))
+        return self._reopened(self._controlled(self._retry(error_type)))
 
     async def retry_failed_async(self, error_type: str | None = None) -> int:
         """Make the failed items due now; otherwise like `retry_failed`."""
-        return self._reopened(await self._access.host.run_async(self._retry(error_type)))
+        return self._reopened(await self._controlled_async(self._retry(error_type)))
 
     def _retry(self, error_type: str | None) -> store.Call[int | None]:
         return store.retry_failed(self.id, statuses=["failed"], error_type=error_type)
@@ -371,11 +408,11 @@ class Run:
             RunClosed: the run is closed.
             ConfigurationError: a value cannot work.
         """
-        return self._updated(self._access.host.run(self._update(changes)), self.progress)
+        return self._updated(self._controlled(self._update(changes)), self.progress)
 
     async def update_async(self, **changes: Any) -> models.Progress:
         """Change the open run; otherwise like `update`."""
-        status = self._found(await self._access.host.run_async(self._update(changes)))
+        status = await self._controlled_async(self._update(changes))
         if models.RunStatus(status).closed:
             raise errors.RunClosed(self.id, status)
         return await self.progress_async()
@@ -390,6 +427,21 @@ class Run:
 
     def _update(self, changes: dict[str, Any]) -> store.Call[str | None]:
         return store.update(self.id, run_columns(changes))
+
+    def _controlled(self, call: store.Call[T | None]) -> T:
+        value = self._found(self._access.host.control(call))
+        # What became free in the run's limits goes to whoever waits, in transactions of their own.
+        for _ in range(_MOST_STEPS):
+            if not self._access.host.control(store.pass_on(self.id)):
+                break
+        return value
+
+    async def _controlled_async(self, call: store.Call[T | None]) -> T:
+        value = self._found(await self._access.host.control_async(call))
+        for _ in range(_MOST_STEPS):
+            if not await self._access.host.control_async(store.pass_on(self.id)):
+                break
+        return value
 
     def _found(self, value: T | None) -> T:
         if value is None:

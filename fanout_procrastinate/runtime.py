@@ -10,11 +10,27 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from fanout_procrastinate import database, keeper, processes, reporter, settings, sweeper
+from fanout_procrastinate import (
+    database,
+    hints,
+    hooks,
+    hub,
+    keeper,
+    limits,
+    permits,
+    processes,
+    recording,
+    reporter,
+    settings,
+    store,
+    sweeper,
+    telemetry,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +44,9 @@ class Runtime:
         connect: opens a connection of the library's own.
         configured: the app's settings.
         tasks: names of the library's own tasks, for retention.
+        measures: of the process.
         on_close: called once it is closed.
+        listening: the process's hub.
     """
 
     def __init__(
@@ -36,24 +54,41 @@ class Runtime:
         connect: database.Connect,
         configured: settings.Settings,
         tasks: Sequence[str],
+        measures: telemetry.Telemetry,
         on_close: Callable[[], None],
+        listening: hub.Hub,
     ) -> None:
         self.settings = configured
         self.suspicion = reporter.Suspicion()
         self.processes = processes.Pool()
         self.database = database.Database(connect)
         self._keeper_database = database.Database(connect, size=1)
+        self.permits = permits.Permits(self.database, listening, lease=configured.lease)
+        self.hints = (
+            hints.Sender(self.database.run, functools.partial(hooks.redacted, configured))
+            if configured.events
+            else None
+        )
+        self.hooks = hooks.Hooks(configured, asyncio.get_running_loop())
+        self.recorder = recording.Recorder(
+            configured, self.hints, self.hooks, measures, self.database.run_async
+        )
+        self.telemetry = measures
+        measures.observe_closes(lambda: self.database.run(store.closes()))
         self.sweeper = sweeper.Sweeper(
             run=self._keeper_database.run,
             lease=configured.lease,
             retention=configured.retention,
             tasks=tasks,
+            on_stuck=self.hooks.stuck if configured.on_stuck is not None else None,
+            on_swept=measures.swept,
         )
         self.keeper = keeper.Keeper(
             self._keeper_database.run,
             self.sweeper,
             renew_interval=configured.renew_interval,
             sweep_interval=configured.sweep_interval,
+            renew_besides=functools.partial(self.permits.renew_once, self._keeper_database.run),
         )
         self._on_close = on_close
         self._jobs = 0
@@ -73,6 +108,10 @@ class Runtime:
         if self._owner is None:
             self.keeper.start()
             self._owner = asyncio.create_task(self._own(), name="fanout-runtime")
+        hints.current.set(self.hints)
+        permits.here.set(permits.Here(self.permits))
+        limits.in_use.set(self.permits)
+        telemetry.in_hand.set(telemetry.InHand())
         try:
             yield self
         finally:
@@ -86,7 +125,7 @@ class Runtime:
         """Lend the reporter of a run to one of its slots."""
         mine = self._reporters.get(run_id)
         if mine is None:
-            mine = reporter.Reporter(self.database.run_async, run_id, self.suspicion)
+            mine = reporter.Reporter(self.database.run_async, run_id, self.suspicion, self.recorder)
             self._reporters[run_id] = mine
         mine.slots += 1
         try:
@@ -121,6 +160,7 @@ class Runtime:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LINGER_LEASES * self.settings.lease):
                         await self._closing.wait()
+                await asyncio.to_thread(self.hooks.drain)
                 if self._jobs == 0 and (self._closing.is_set() or self._jobs_ended == ended):
                     return
         finally:
@@ -131,6 +171,10 @@ class Runtime:
     def _close(self) -> None:
         self.processes.close()
         self.keeper.stop()
+        self.hooks.abandon()
+        self.telemetry.observe_closes(dict)
+        if self.hints is not None:
+            self.hints.close()
         self.database.close()
         self._keeper_database.close()
         if self._threads is not None:

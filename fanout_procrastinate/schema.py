@@ -20,7 +20,17 @@ logger = logging.getLogger(__name__)
 FUNCTIONS_REVISION = 1
 """Raised by one with each released change of a function: an older set never replaces a newer."""
 
-_FUNCTION_FILES = ("dispatch", "manager", "control", "sweep", "audit")
+_FUNCTION_FILES = (
+    "limits",
+    "lanes",
+    "permits",
+    "dispatch",
+    "manager",
+    "control",
+    "sweep",
+    "audit",
+    "events",
+)
 _FUNCTIONS = "functions-"
 _RECORDS = """
 CREATE TABLE IF NOT EXISTS fanout_schema (

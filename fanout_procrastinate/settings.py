@@ -10,7 +10,7 @@ from typing import Any
 
 import croniter  # type: ignore[import-untyped]
 
-from fanout_procrastinate import errors, outcomes
+from fanout_procrastinate import errors, limits, outcomes
 
 MAX_QUEUE_NAME_BYTES = 40
 """PostgreSQL's 63 bytes for a channel name less the host's prefix ``procrastinate_queue_v1#``."""
@@ -39,6 +39,14 @@ class Settings:
         connection_factory: opens the library's own connections; ``None`` = from the settings of
             the app's connector.
         chunk_size: items that the manager stages in one statement.
+        events: whether this process tells whoever watches what happens in it, as it happens.
+            Otherwise they see it by polling, once a second.
+        on_item_failed: called with ``run_id``, ``position``, ``key`` and ``error`` (its record)
+            when an item has failed for good, in the worker that reported it. Sync or async.
+        on_stuck: called with ``run_id``, ``closed`` and ``reason`` by the process whose sweep
+            closed a run as stuck, or found it waiting for a worker. Sync or async.
+        redact: a function of payloads, results and the data of log lines, as JSON, that returns
+            what of them may be shown on the dashboard and in events.
 
     Raises:
         ConfigurationError: a value cannot work; the message names the remedy.
@@ -56,6 +64,10 @@ class Settings:
     retention: float | None = None
     connection_factory: Callable[..., Any] | None = None
     chunk_size: int = 2000
+    events: bool = True
+    on_item_failed: Callable[..., Any] | None = None
+    on_stuck: Callable[..., Any] | None = None
+    redact: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         _check_seconds("time_slice", self.time_slice, 0.0)
@@ -71,6 +83,13 @@ class Settings:
                 "give a function that opens a connection"
             )
         _check_int("chunk_size", self.chunk_size, 1, 100_000)
+        _check_bool("events", self.events)
+        for name in ("on_item_failed", "on_stuck", "redact"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise errors.ConfigurationError(
+                    f"{name}={given!r} cannot be called; give a function"
+                )
 
     @property
     def renew_interval(self) -> float:
@@ -80,7 +99,7 @@ class Settings:
     @property
     def sweep_interval(self) -> float:
         """Return the seconds between two sweeps of a process."""
-        return self.lease / 2
+        return self.lease / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,11 +123,15 @@ class ChildOptions:
     isolate: bool = False
     memory_limit: int | None = None
     pass_context: bool = False
+    max_running: int | None = None
+    limits: tuple[limits.Limit, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self)
         check_queue_name(self.queue)
         check_priority(self.priority)
+        limits.check_concurrency(self.max_running, "max_running")
+        object.__setattr__(self, "limits", limits.check_set(self.limits))
         _check_int("max_attempts", self.max_attempts, 1)
         _check_backoff(self.backoff)
         _check_timeout(self.timeout)
@@ -144,6 +167,7 @@ class ManagerOptions:
     stuck_after: float = 7200.0
     max_attempts: int = 3
     backoff: outcomes.Backoff = dataclasses.field(default_factory=outcomes.Backoff)
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -154,8 +178,25 @@ class ManagerOptions:
         _check_timeout(self.timeout)
         check_tolerate(self.tolerate)
         _check_seconds("stuck_after", self.stuck_after, 1.0)
+        check_weight(self.weight)
         _check_int("max_attempts", self.max_attempts, 1)
         _check_backoff(self.backoff)
+
+
+def check_weight(weight: object) -> float:
+    """Return a run's weight among others that share its limits, checked.
+
+    Raises:
+        ConfigurationError: it is no such number.
+    """
+    if (
+        not isinstance(weight, int | float)
+        or isinstance(weight, bool)
+        or not math.isfinite(weight)
+        or not 0.001 <= weight <= 1000
+    ):
+        raise errors.ConfigurationError(f"weight={weight!r}: give a number from 0.001 to 1000")
+    return float(weight)
 
 
 def check_queue_name(name: object) -> str:

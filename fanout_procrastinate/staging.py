@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from fanout_procrastinate import codec, errors, sanitise
+from fanout_procrastinate import codec, errors, limits, sanitise
 
 MAX_KEY_BYTES = 1000
 """The longest item key, in bytes of UTF-8: a B-tree entry holds 2,704."""
@@ -22,6 +22,7 @@ class Chunk:
     """Items that are staged in one statement."""
 
     keys: list[str | None] = dataclasses.field(default_factory=list)
+    lanes: list[str] | None = None
     payloads: list[str] = dataclasses.field(default_factory=list)
     size: int = 0
 
@@ -33,6 +34,7 @@ class Packer:
     Args:
         items: the child's item codec.
         item_key: item -> key, or ``None``.
+        key_limit: the limit by a key of the item, if the child has one.
         max_item_bytes: the most that an item may have, as bytes of UTF-8 JSON.
         chunk_size: items per chunk.
         chunk_seconds: a chunk that took this long to fill is sent as it is.
@@ -43,6 +45,7 @@ class Packer:
     max_item_bytes: int
     chunk_size: int
     chunk_seconds: float
+    key_limit: limits.Limit | None = None
     listed: int = 0
     _chunk: Chunk = dataclasses.field(default_factory=Chunk)
     _opened: float = dataclasses.field(default_factory=time.monotonic)
@@ -58,6 +61,7 @@ class Packer:
         try:
             valid = self.items.validate(value)
             key = self._key(valid)
+            lane = self.key_limit.key_of(valid) if self.key_limit else None
             payload = self.items.dump_item(valid)
         except errors.InvalidValue as exc:
             raise errors.InvalidItem(str(exc), position=self.listed, key=key) from exc
@@ -66,6 +70,8 @@ class Packer:
             raise errors.ItemTooLarge(size, self.max_item_bytes, position=self.listed, key=key)
         self.listed += 1
         self._chunk.keys.append(key)
+        if lane is not None:
+            self._chunk.lanes = [*(self._chunk.lanes or ()), lane]
         self._chunk.payloads.append(payload)
         self._chunk.size += size
         if (

@@ -37,6 +37,7 @@ class MapOptions(TypedDict, total=False):
     priority: int | None
     queue: str | None
     tags: Iterable[str]
+    weight: float | None
 
 
 class RunOptions(MapOptions, total=False):
@@ -92,10 +93,24 @@ class Plan:
             InvalidValue: the arguments are no JSON.
         """
         text = _args_json(args or {})
-        return store.start(
-            dict(self.columns)
-            | {"args": json.loads(text), "args_digest": hashlib.sha256(text.encode()).hexdigest()}
-        )
+        columns = dict(self.columns) | {
+            "args": json.loads(text),
+            "args_digest": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        telemetry = self.owner.telemetry
+        span, carrier = telemetry.trigger(self.name)
+        if carrier:
+            # Among the callbacks, for no close calls one on "trace": it needs no column.
+            traced = {"on": "trace", "carrier": carrier}
+            columns["callbacks"] = [*columns.get("callbacks", ()), traced]
+        call = store.start(columns)
+
+        def parse(rows: store.Rows) -> models.Started:
+            started = call.parse(rows)
+            telemetry.end_trigger(span, started.run_id)
+            return started
+
+        return call if span is None else dataclasses.replace(call, parse=parse)
 
 
 def _start_columns(given: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +132,9 @@ def _start_columns(given: dict[str, Any]) -> dict[str, Any]:
     queue = given.pop("queue", None)
     if queue is not None:
         columns["child_queue"] = columns["manager_queue"] = settings.check_queue_name(queue)
+    weight = given.pop("weight", None)
+    if weight is not None:
+        columns["weight"] = settings.check_weight(weight)
     if given.get("priority") is not None:
         columns["child_priority"] = columns["manager_priority"] = given["priority"]
     return columns | {
@@ -179,5 +197,6 @@ def manager_columns(options: settings.ManagerOptions) -> dict[str, Any]:
         "max_in_flight": options.max_in_flight,
         "stuck_after": options.stuck_after,
         "manager_max_attempts": options.max_attempts,
+        "weight": options.weight,
         **run.tolerance_columns(options.tolerate),
     }

@@ -71,14 +71,15 @@ def manager_begin(run_id: int, job_id: int) -> Call[models.ManagerClaim | None]:
 
 
 def append(
-    run_id: int, fence: int, keys: Sequence[str | None], payloads: Sequence[str]
+    run_id: int,
+    fence: int,
+    keys: Sequence[str | None],
+    payloads: Sequence[str],
+    lanes: Sequence[str] | None = None,
 ) -> Call[int | None]:
     """Stage a chunk; answers how many items are staged now, or ``None`` for a stale manager."""
-    return Call(
-        "append",
-        {"run_id": run_id, "fence": fence, "keys": list(keys), "payloads": list(payloads)},
-        _first("staged"),
-    )
+    params = {"run_id": run_id, "fence": fence, "keys": list(keys), "payloads": list(payloads)}
+    return Call("append", params | {"lanes": lanes and list(lanes)}, _first("staged"))
 
 
 def seal(run_id: int, fence: int) -> Call[str | None]:
@@ -178,6 +179,88 @@ def renew_callback(run_id: int, generation: int, task: str, job_id: int) -> Call
     return Call("renew_callback", params, _first("mine"))
 
 
+def pass_on(run_id: int) -> Call[bool]:
+    return Call("pass_on", {"run_id": run_id}, _first("more"))
+
+
+def lines() -> Call[list[int]]:
+    return Call("lines", {}, lambda rows: [row["run_id"] for row in rows])
+
+
+# -- limits, permits
+
+
+def take_permit(
+    specs: Sequence[Mapping[str, Any]],
+    *,
+    key: str | None,
+    holder: str,
+    label: str,
+    run_id: int | None,
+    position: int | None,
+    lease: float,
+) -> Call[models.PermitReply]:
+    params = {"specs": json.dumps(list(specs)), "key": key, "holder": holder, "label": label}
+    return Call(
+        "take_permit",
+        params | {"run_id": run_id, "position": position, "lease": lease},
+        lambda rows: models.PermitReply(**rows[0]),
+    )
+
+
+def give_permit(holder: str) -> Call[list[int]]:
+    """Answers the runs for which places are to be passed on."""
+    return Call("give_permit", {"holder": holder}, _first("runs"))
+
+
+def renew_permits(holders: Sequence[str]) -> Call[list[str]]:
+    """Answers those that are lost."""
+    return Call(
+        "renew_permits", {"holders": list(holders)}, lambda rows: [row["holder"] for row in rows]
+    )
+
+
+def serve_lines(name: str) -> Call[list[int]]:
+    """Answers the runs for which places are to be passed on."""
+    return Call("serve_lines", {"name": name}, _first("runs"))
+
+
+def sweep_permits() -> Call[int]:
+    return Call("sweep_permits", {}, _first("removed"))
+
+
+def update_limit(
+    name: str, changes: Mapping[str, Any] | None = None, pause: float | None = None
+) -> Call[bool]:
+    """Change a limit; `pause` seconds from now, 0 = resume."""
+    params = {"name": name, "changes": json.dumps(changes or {}), "pause": pause}
+    return Call("update_limit", params, _first("found"))
+
+
+def pause_limit(spec: Mapping[str, Any], seconds: float) -> Call[bool]:
+    return Call("pause_limit", {"spec": json.dumps(spec), "seconds": seconds}, _first("found"))
+
+
+def limits(name: str | None = None) -> Call[list[models.LimitState]]:
+    return Call(
+        "limits",
+        {"name": name},
+        lambda rows: [models.LimitState.from_json(_json(row["state"])) for row in rows],
+    )
+
+
+def run_limits(run_id: int) -> Call[list[models.LimitState]]:
+    return Call(
+        "run_limits",
+        {"run_id": run_id},
+        lambda rows: [models.LimitState.from_json(_json(row["state"])) for row in rows],
+    )
+
+
+def audit_limits() -> Call[list[models.Finding]]:
+    return Call("audit_limits", {}, _findings)
+
+
 def still_mine(holding: models.Holding, position: int, claim: int) -> Call[bool]:
     params = dataclasses.asdict(holding) | {"position": position, "claim": claim}
     return Call("still_mine", params, _first("mine"))
@@ -197,6 +280,13 @@ def sweep_plan(lease: float, limit: int) -> Call[dict[int, str]]:
 def sweep_run(run_id: int, lease: float) -> Call[dict[str, int]]:
     return Call(
         "sweep_run", {"run_id": run_id, "lease": lease}, lambda rows: _json(rows[0]["done"])
+    )
+
+
+def unserved(limit: int) -> Call[dict[int, str]]:
+    """Answers the runs that wait for a worker, and the queue of each."""
+    return Call(
+        "unserved", {"limit": limit}, lambda rows: {row["id"]: row["queue"] for row in rows}
     )
 
 
@@ -293,6 +383,25 @@ def progress(run_id: int) -> Call[models.Progress | None]:
     return Call("progress", {"run_id": run_id}, _progress)
 
 
+def progresses(run_ids: Sequence[int]) -> Call[dict[int, models.Progress]]:
+    """Read several runs; one that is not kept is not there."""
+
+    def parse(rows: Rows) -> dict[int, models.Progress]:
+        found = (models.Progress.from_json(_json(row["progress"])) for row in rows)
+        return {progress.run_id: progress for progress in found}
+
+    return Call("progresses", {"runs": list(run_ids)}, parse)
+
+
+def open_runs(limit: int) -> Call[list[int]]:
+    return Call("open_runs", {"limit": limit}, lambda rows: [row["id"] for row in rows])
+
+
+def hint(events: Sequence[str]) -> Call[int]:
+    """Tell listeners, in JSON texts of at most 7,000 bytes; answers how many were sent."""
+    return Call("hint", {"events": list(events)}, _first("sent"))
+
+
 def closed_progress(run_id: int, generation: int | None) -> Call[models.Progress | None]:
     return Call("closed_progress", {"run_id": run_id, "generation": generation}, _progress)
 
@@ -315,6 +424,25 @@ def run(run_id: int) -> Call[models.RunFacts | None]:
         )
 
     return Call("run", {"run_id": run_id}, parse)
+
+
+def trace(run_id: int) -> Call[models.Trace | None]:
+    def parse(rows: Rows) -> models.Trace | None:
+        if not rows:
+            return None
+        row = rows[0]
+        return models.Trace(
+            name=row["name"],
+            child_task=row["child_task"],
+            waited=float(row["waited"]),
+            carrier=_json(row["carrier"]) or {},
+        )
+
+    return Call("trace", {"run_id": run_id}, parse)
+
+
+def closes() -> Call[dict[str, int]]:
+    return Call("closes", {}, lambda rows: {row["status"]: row["closes"] for row in rows})
 
 
 def find_run(name: str, run_key: str) -> Call[int | None]:
@@ -344,8 +472,8 @@ def _items(rows: Rows) -> list[models.Item]:
             position=row["position"],
             key=row["item_key"],
             status=models.ItemStatus(row["status"]),
-            payload=_json(row["payload"]),
-            result=_json(row["result"]),
+            payload=_json(row.get("payload")),
+            result=_json(row.get("result")),
             error=_json(row["error"]),
             attempts=row["failures"] + (row["status"] in ("processing", "succeeded")),
             crashes=row["crashes"],
@@ -372,4 +500,44 @@ def errors(run_id: int, limit: int) -> Call[list[models.ErrorGroup]]:
             )
             for row in rows
         ],
+    )
+
+
+def item_list(
+    run_id: int, *, status: str | None, search: str | None, after: int, until: int, limit: int
+) -> Call[list[models.Item]]:
+    """Read items without payloads and results, after a position up to another."""
+    params = {"run_id": run_id, "search": search, "after": after, "limit": limit}
+    if status == models.ItemStatus.FAILED:
+        return Call("failed_item_list", params, _items)
+    return Call("item_list", params | {"status": status, "until": until}, _items)
+
+
+def slots(run_id: int, limit: int) -> Call[list[models.Slot]]:
+    return Call(
+        "slots",
+        {"run_id": run_id, "limit": limit},
+        lambda rows: [
+            models.Slot(
+                slot=row["slot"],
+                job_id=row["job_id"],
+                active=row["active"],
+                position=row["position"],
+                key=row["item_key"],
+                started_at=_time(row["started_at"]),
+                seen_at=_time(row["seen_at"]),
+                scheduled_at=_time(row["scheduled_at"]),
+                suspected=row["suspected"],
+            )
+            for row in rows
+        ],
+    )
+
+
+def pace(run_id: int, *, last: int, stride: int) -> Call[list[tuple[float, str]]]:
+    """Read when each `stride`-th item up to the last position ended, and how."""
+    return Call(
+        "pace",
+        {"run_id": run_id, "last": last, "stride": stride},
+        lambda rows: [(row["at"], row["status"]) for row in rows],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fanout_procrastinate import errors, models, store
@@ -28,12 +28,17 @@ class Sweeper:
         lease: seconds of silence after which a worker counts as dead.
         retention: seconds for which closed runs are kept; ``None`` = for ever.
         tasks: names of the library's own tasks, whose old job rows go with old runs.
+        on_stuck: told a run, whether it was closed as stuck, and why; or that it waits for a
+            worker. ``None`` = nobody asks.
+        on_swept: told what was done, as counts by name.
     """
 
     run: Callable[[store.Call[Any]], Any]
     lease: float
     retention: float | None = None
     tasks: Sequence[str] = ()
+    on_stuck: Callable[[int, bool, str], None] | None = None
+    on_swept: Callable[[Mapping[str, int]], None] = lambda done: None
 
     def sweep_once(self) -> models.SweepReport:
         """Look at every open run, and repair each broken one on its own.
@@ -63,9 +68,39 @@ class Sweeper:
                 continue
             done.update(counts)
             _log_repair(run_id, finding, counts)
+            if counts.get("stopped"):
+                self._tell_if_stuck(run_id)
+        self._tell_unserved()
+        done["dead_permits"] += self.run(store.sweep_permits())
+        done.update(self._pass_on())
         done.update(self._tidy())
         done.update(self._prune())
+        self.on_swept(+done)
         return models.SweepReport(runs=runs, done=+done, errors=failed)
+
+    def _tell_if_stuck(self, run_id: int) -> None:
+        """Tell of a run that was stopped, if that was for it was stuck."""
+        if self.on_stuck is None:
+            return
+        progress = self.run(store.progress(run_id))
+        if progress is not None and (progress.reason or "").startswith("stuck"):
+            self.on_stuck(run_id, True, progress.reason)
+
+    def _tell_unserved(self) -> None:
+        """Tell of the runs that nobody has worked on for `stuck_after`, for want of a worker."""
+        if self.on_stuck is None:
+            return
+        for run_id, queue in self.run(store.unserved(_RUNS_PER_SWEEP)).items():
+            self.on_stuck(run_id, False, f"waits for a worker on queue {queue}")
+
+    def _pass_on(self) -> dict[str, int]:
+        steps = 0
+        for run_id in self.run(store.lines()):
+            for _ in range(_BATCHES_PER_SWEEP):
+                if not self.run(store.pass_on(run_id)):
+                    break
+                steps += 1
+        return {"passed_on": steps}
 
     def _tidy(self) -> dict[str, int]:
         rows = 0

@@ -1,4 +1,4 @@
-"""Runs the suite: on each server, in two parts; on the first one all of it, with coverage.
+"""Runs the suite: on each server, in three parts; on the first one all of it, with coverage.
 
 `python -m tests [pytest's arguments]`; arguments choose tests, and then coverage is not judged.
 """
@@ -18,8 +18,10 @@ NO_TEST_RAN = 5
 PARTS: Mapping[str, Sequence[str]] = {
     # Most of them wait for something most of the time.
     "beside each other": ("-m", "not acceptance", "-n", str(2 * (os.cpu_count() or 1))),
-    # They measure times and start many processes: alone, so that they disturb nobody.
-    "alone": ("-m", "acceptance"),
+    # Real worker processes: few at once, for what they prove has limits of time.
+    "with workers": ("-m", "acceptance and not measured", "-n", str(os.cpu_count() or 1)),
+    # They measure.
+    "alone": ("-m", "measured"),
 }
 
 

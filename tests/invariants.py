@@ -162,6 +162,7 @@ _JOBS: Mapping[str, str] = {
         CROSS JOIN LATERAL (
             SELECT sum(size - cursor) AS unclaimed FROM fanout_ledgers WHERE run_id = r.id) l
         WHERE r.status = 'processing' AND NOT r.paused AND r.closing IS NULL
+            AND r.limits IS NULL AND r.key_limit IS NULL
     ), times AS (
         SELECT o.*, o.now AS t, 0 AS dues, 0 AS clean FROM open o
         UNION ALL
@@ -179,6 +180,14 @@ _JOBS: Mapping[str, str] = {
     "3: the plan finds no slot missing": """
     SELECT r.id AS run_id, r.max_in_flight, p.needed_at, p.replaces
     FROM fanout_runs r CROSS JOIN LATERAL fanout_slot_plan_v1(r.id) p
+    WHERE r.limits IS NULL AND r.key_limit IS NULL
+    """,
+    # The place that became free is passed on by a statement of its own, so it may be a moment late.
+    "3: who misses a slot stands in the line of a limit": """
+    SELECT r.id AS run_id, r.limits, r.wants, p.needed_at, p.replaces
+    FROM fanout_runs r CROSS JOIN LATERAL fanout_slot_plan_v1(r.id) p
+    WHERE r.limits IS NOT NULL AND r.key_limit IS NULL AND r.wants = 0
+        AND p.needed_at = '-infinity'
     """,
     "3: a queued slot has a job of its own that waits or was just fetched": """
     SELECT s.*, j.status, j.queueing_lock, j.args, j.scheduled_at AS job_scheduled_at

@@ -49,7 +49,7 @@ CREATE TRIGGER fanout_refuse BEFORE INSERT ON procrastinate_jobs
 
 _REPLY_COLUMNS = (
     "slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,"
-    " wait_seconds, stop"
+    " wait_seconds, stop, freed"
 )
 
 
@@ -85,6 +85,7 @@ class Reply:
     payload: str | None
     wait_seconds: float | None
     stop: bool
+    freed: bool = False
 
     def entry(self, outcome: str | None = None, **columns: Any) -> Entry:
         """Return what its receiver reports next."""
@@ -154,7 +155,7 @@ class Protocol:
     ) -> Row | None:
         payloads = payloads or [json.dumps({"key": key}) for key in keys]
         return self.row(
-            "SELECT * FROM fanout_append_v1(%s, %s, %s::text[], %s::jsonb[])",
+            "SELECT * FROM fanout_append_v1(%s, %s, %s::text[], %s::jsonb[], NULL)",
             run,
             fence,
             list(keys),

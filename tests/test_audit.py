@@ -265,6 +265,11 @@ RUN = "UPDATE fanout_runs SET {} WHERE id = $run"
 ITEM = "UPDATE fanout_items SET {} WHERE run_id = $run AND {}"
 SLOT = "UPDATE fanout_slots SET {} WHERE run_id = $run AND {}"
 
+PERMIT = (
+    "INSERT INTO fanout_permits (limit_name, holder, seen_at, lease)"
+    " VALUES ('llm', gen_random_uuid(), now() - interval '1 hour', 30)"
+)
+
 # `open` has handed out all of ledger 0 (positions 0, 2, ... 10) and position 1 of ledger 1.
 DAMAGES = [
     Damage(
@@ -539,6 +544,20 @@ DAMAGES = [
         name="rows of a run that is not there",
         hand=sql("open", "INSERT INTO fanout_items (run_id, position) VALUES (999, 0)"),
         found={("", "orphans", "items"): False},
+    ),
+    Damage(
+        name="a permit of a holder that is dead for long",
+        hand=sql("open", PERMIT),
+        found={("", "dead_permit", "limit llm"): True},
+    ),
+    Damage(
+        name="a limit that nobody can ever have",
+        hand=both(
+            sql("open", RUN.format("limits = ARRAY['shut'], wants = 2")),
+            sql("open", "INSERT INTO fanout_limits (name, concurrency) VALUES ('shut', 0)"),
+        ),
+        found={("open", "shut_limit", "limit shut"): False},
+        swept=False,
     ),
     Damage(
         name="a slot of a run that is not there",

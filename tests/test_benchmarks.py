@@ -30,3 +30,21 @@ def test_throughput_compares_both_kinds_side_by_side() -> None:
     assert figures["ratio"] == pytest.approx(
         figures["fanout_items_per_second"] / figures["plain_jobs_per_second"], rel=0.05
     )
+
+
+def test_events_compares_with_and_without_side_by_side() -> None:
+    """G05: a small round; who watches is told of each close, and notified rarely."""
+    options = ["--items", "320", "--runs", "4", "--processes", "1", "--rounds", "1", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.events", *options],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["settings"]["runs"] == 4 and figures["share"] > 0
+    # Five hints a second at most, the close, and the first hint at once: short runs weigh heavily.
+    assert 0 < figures["notifications_per_run_and_second"] < 15

@@ -20,11 +20,21 @@ import procrastinate
 import psycopg
 import pytest
 
-from fanout_procrastinate import FanOut, Progress, Run, RunClosed, schema
+from fanout_procrastinate import (
+    FanOut,
+    Limit,
+    Progress,
+    Run,
+    RunClosed,
+    fanout_child,
+    schema,
+    subscriptions,
+)
 from fanout_procrastinate.cli import command, control, display, main, program, reading
 from tests.apps import cli_app
 from tests.databases import environment
 from tests.support import opened, serving, work_off
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 APP = "tests.apps.cli_app.app"
@@ -44,6 +54,7 @@ COMMANDS = [
     ["resume", "2"],
     ["retry", "1"],
     ["update", "2", "--max-in-flight", "7"],
+    ["limits"],
 ]
 
 Conn = psycopg.Connection[dict[str, Any]]
@@ -186,6 +197,48 @@ class Program:
     def result(self, timeout: float = 30.0) -> Result:
         out, err = self.process.communicate(timeout=timeout)
         return Result(self.process.returncode, out, err)
+
+
+# -- limits
+
+
+def test_limits_are_listed_shown_and_changed(cli: Cli, app: procrastinate.App) -> None:
+    """E01, E03: who has which, who waits and why; changed and paused by hand."""
+    assert cli("limits").lines == [
+        "no limits: one gets here with the first run, or permit, that uses it"
+    ]
+    limit = Limit("llm", concurrency=1)
+
+    @fanout_child(app, name="limited", queue="cli", limits=[limit])
+    async def limited(item: int) -> None:
+        """Never called."""
+
+    async def look(owner: FanOut) -> None:
+        async with owner.permit(limit, label=cli_app.HOSTILE):
+            run = await limited.map_async([1, 2])
+            shown = await asyncio.to_thread(cli, "limits", "llm")
+            assert shown.lines[0] == "limit llm: 1 in use, 1 allowed"
+            assert display.visible(cli_app.HOSTILE) in shown.out
+            assert "limit llm is full: 1 of 1" in shown.out
+            listed = await asyncio.to_thread(cli, "limits")
+            assert listed.lines[1].split() == ["llm", "shared", "1", "1", "0", "1"]
+            (data,) = (await asyncio.to_thread(cli, "limits", "--json")).json
+            assert (data["used"], data["wanting"][0]["run_id"]) == (1, run.id)
+            show = await asyncio.to_thread(cli, "show", run.id)
+            assert "limit llm is full: 1 of 1" in show.out
+            data = (await asyncio.to_thread(cli, "show", run.id, "--json")).json
+            assert data["waiting_for"] == "limit llm is full: 1 of 1"
+
+    in_app(app, look)
+    words = ["--concurrency=none", "--rate=60", "--per=60", "--pause=60", "--json"]
+    changed = cli("limits", "llm", *words).json
+    assert (changed["concurrency"], changed["rate"], changed["burst"]) == (None, 60, 6)
+    assert changed["paused_until"] is not None
+    assert cli("limits", "llm", "--resume", "--json").json["paused_until"] is None
+    for wrong in (["--concurrency=-1"], ["--rate=0"], ["--pause=0"], ["--burst=x"], ["--per=no"]):
+        assert cli("limits", "llm", *wrong).code == command.Exit.USAGE
+    assert cli("limits", "--resume").code == command.Exit.USAGE
+    assert "there is no limit 'lost'" in cli("limits", "lost").err
 
 
 # -- the schema
@@ -399,6 +452,48 @@ def test_watch_says_what_a_run_waits_for(
     assert cli("watch", 2).lines[0].startswith("run 2: waits until ")
 
 
+def test_watch_shows_the_lines_of_its_runs(
+    given: Any, cli: Cli, conn: Conn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, other = given([0], [0], work=False)
+    hub = FanOut.of(cli_app.app).hub
+    line = {"position": 0, "key": "k\x1b[2J", "message": "page read", "data": {"page": 7}}
+    failure = {"position": 0, "key": None, "type": "ValueError", "message": "no\ntext"}
+
+    def meanwhile(seconds: float) -> None:
+        wait_until(lambda: hub.listening)
+        for run_id in (other, watched):
+            for event in (
+                {"event": "log", "lines": [line], "dropped": 3},
+                {"event": "item_failed", "items": [failure], "more": 2},
+            ):
+                payload = json.dumps({"run": run_id} | event)
+                conn.execute("SELECT pg_notify('fanout_v1', %s)", [payload])
+        conn.execute("SELECT fanout_stop_v1(%s, 'cancelled', 'enough', false)", [watched])
+        wait_until(lambda: told["more"])
+
+    told = {"more": False}
+    put = subscriptions.Subscription.put
+
+    def noting(one: Any, event: Any) -> None:
+        put(one, event)
+        told["more"] = told["more"] or (event.run_id == watched and "more" in event.data)
+
+    monkeypatch.setattr(subscriptions.Subscription, "put", noting)
+    monkeypatch.setattr(reading, "time", types.SimpleNamespace(sleep=meanwhile))
+    shown = cli("watch", watched)
+    assert shown.code == 8
+    assert shown.lines == [
+        "run 1: processing, 0 of 1 (0 %)",
+        "run 1: cancelled, 1 items, 0 succeeded, 0 failed, 1 cancelled: enough",
+        'run 1: item 0 (k\ufffd[2J): page read {"page": 7}',
+        "run 1: 3 more lines are left out",
+        "run 1: item 0 failed: ValueError: no text",
+        "run 1: 2 more items failed",
+    ]
+    assert not [one for one in threading.enumerate() if one.name.startswith("fanout")]
+
+
 def test_watch_of_a_cancelled_run_is_no_success(given: Any, cli: Cli) -> None:
     (run_id,) = given([0], work=False)
     assert cli("cancel", run_id).code == 0
@@ -465,6 +560,33 @@ def test_update_changes_an_open_run(
     assert columns() == [7, None, 0.5, -3]
     assert cli("update", run_id, "--tolerate=none").lines[0] == "tolerate: none"
     assert columns() == [7, None, None, -3]
+
+
+def test_update_sets_and_lifts_a_deadline(
+    app: procrastinate.App, given: Any, cli: Cli, conn: Conn
+) -> None:
+    (run_id,) = given([0, 1], work=False)
+
+    def seconds_left() -> Any:
+        row = conn.execute(
+            "SELECT extract(epoch FROM deadline - clock_timestamp())::float AS left"
+            " FROM fanout_runs"
+        ).fetchone()
+        assert row is not None
+        return row["left"]
+
+    cli("update", run_id, "--deadline=2h")
+    assert seconds_left() == pytest.approx(7200, abs=60)
+    cli("update", run_id, "--deadline=2099-01-01T00:00+01:00")
+    assert seconds_left() > 1e9
+    assert cli("update", run_id, "--deadline=none").lines[0] == "deadline: none"
+    assert seconds_left() is None
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5", "2026-12-24", "2026-12-24T18:00", "-3h"])
+def test_a_deadline_must_be_a_time(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="with its zone"):
+        control.deadline(text)
 
 
 @pytest.mark.parametrize("text", ["", "many", "x%", "1,5"])
@@ -616,7 +738,7 @@ def test_an_update_of_nothing_is_2(cli: Cli) -> None:
     [
         [words[0], "99", *words[2:]]
         for words in COMMANDS
-        if words[0] not in ("schema", "runs", "sweep")
+        if words[0] not in ("schema", "runs", "sweep", "limits")
     ],
     ids=lambda words: words[0],
 )

@@ -335,6 +335,7 @@ class TestUnstorable:
 
 
 @pytest.mark.acceptance
+@pytest.mark.measured
 def test_small_items_are_dumped_in_microseconds():
     """A manager stages a hundred thousand items, each read back once: 20 µs, with room here."""
     coder, item = Codec(Paper), Paper(id="a", title="t")

@@ -288,37 +288,37 @@ def told() -> Iterator[tuple[list[str], list[float], display.Lines]]:
 
 def test_lines_come_at_most_once_a_second(told: Any) -> None:
     said, now, lines = told
-    lines.update(progress())
+    lines(progress())
     now[0] += 0.5
-    lines.update(progress(succeeded=12, pending=7))
+    lines(progress(succeeded=12, pending=7))
     assert len(said) == 1
     now[0] += 0.5
-    lines.update(progress(succeeded=12, pending=7))
+    lines(progress(succeeded=12, pending=7))
     assert len(said) == 2, "what was held back comes later"
 
 
 def test_lines_come_on_change_alone(told: Any) -> None:
     said, now, lines = told
     for rate in (2.0, 3.0, 4.0):
-        lines.update(progress(rate=rate))
+        lines(progress(rate=rate))
         now[0] += 10
     assert len(said) == 1
-    lines.update(progress(paused=True))
+    lines(progress(paused=True))
     assert len(said) == 2
 
 
 def test_the_last_line_always_comes_and_comes_once(told: Any) -> None:
     said, _, lines = told
-    lines.update(progress())
-    lines.update(closed())
-    lines.update(closed())
+    lines(progress())
+    lines(closed())
+    lines(closed())
     assert said[1:] == ["run 1: completed, 22 items, 18 succeeded, 4 failed"]
 
 
 def test_each_run_has_lines_of_its_own(told: Any) -> None:
     said, _, lines = told
-    lines.update(progress())
-    lines.update(progress(run_id=2))
+    lines(progress())
+    lines(progress(run_id=2))
     assert [line[:5] for line in said] == ["run 1", "run 2"]
 
 
@@ -373,6 +373,20 @@ def test_bars_of_several_runs(terminal: Terminal) -> None:
     assert "12 of 22 (55 %)" in drawn or "22 of 22 (100 %)" in drawn
     assert drawn.splitlines()[-3].endswith("run 1: completed, 22 items, 18 succeeded, 4 failed")
     assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"
+
+
+def test_latest_lines_stand_below_the_bars(terminal: Terminal) -> None:
+    screen = display.screen(terminal)
+    with screen.live() as live:
+        live(progress())
+        for number in range(30):
+            live.log(f"line {number} {HOSTILE}")
+        live(closed())
+    *above, last = terminal.text().splitlines()
+    assert last.endswith("run 1: completed, 22 items, 18 succeeded, 4 failed")
+    assert [line.split()[1] for line in above[-8:]] == [str(n) for n in range(22, 30)]
+    for harm in ("\x1b[2J", "\x07", "\u202e", "\x9b"):
+        assert harm not in terminal.getvalue()
 
 
 def test_an_interrupt_leaves_the_terminal_in_order(terminal: Terminal) -> None:

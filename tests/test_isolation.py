@@ -69,6 +69,18 @@ class Facts:
     def log(self, message: str, **data: Any) -> None:
         self.logged.append((message, data))
 
+    def progress(self, fraction: float) -> None:
+        self.logged.append(("progress", {"fraction": fraction}))
+
+    async def permit_asked(self, name: str, params: dict[str, Any]) -> Any:
+        raise AssertionError("no item here has permits")
+
+    def permit_lost(self, holder: str) -> bool:
+        return True
+
+    async def permits_over(self) -> None:
+        """Nothing to give back."""
+
 
 def programs() -> list[psutil.Process]:
     """Return the processes that fork others for this one."""
@@ -224,6 +236,13 @@ class TestContext:
             "still_mine": False,
         }
         assert facts.logged == [("looked", {"name": "one"})]
+
+    async def test_how_far_it_is(self, pool: processes.Pool) -> None:
+        facts = Facts()
+        end = await attempt(pool, isolated.advance, context=facts).run(timeout=5)
+        assert not isinstance(end, execution.Raised)
+        assert json.loads(end["result"]) == "progress(2): give a fraction from 0 to 1"
+        assert facts.logged == [("progress", {"fraction": 0.5})]
 
     @pytest.mark.parametrize("error", [errors.DatabaseError("no answer"), KeyError("odd")])
     async def test_an_answer_that_cannot_be_had(

@@ -18,7 +18,7 @@ import pytest
 from fanout_procrastinate import models, store
 from tests import protocol
 
-pytestmark = [pytest.mark.slow, pytest.mark.acceptance]
+pytestmark = [pytest.mark.slow, pytest.mark.acceptance, pytest.mark.measured]
 
 MILLION = 1_000_000
 MAX_MILLISECONDS = 1.0

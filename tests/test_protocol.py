@@ -682,7 +682,7 @@ def test_an_idle_slot_does_not_stand_in_for_a_suspect(p: Clocked) -> None:
     """Invariant 3: its process may have one in hand; another process must get a job for it."""
     run = p.stage(2, max_in_flight=3)
     living, dying = take(p), take(p)
-    for seconds in (15, 15, 15, 9.5):
+    for seconds in (15, 15, 9.5):
         p.advance(seconds)
         p.renew([(run, living.slot, living.epoch or 0)])
         p.sweep()
@@ -738,9 +738,9 @@ def test_an_active_slot_is_left_alone_whatever_its_job_row_says(p: Clocked, how:
     assert job is not None
     reply = p.begin(run, 0, job["id"])
     {"delete": p.delete_job, "retry": p.retry_job, "finish": p.finish}[how](job["id"])
-    p.advance(20)
+    p.advance(14)
     p.renew([(run, 0, reply.epoch or 0)])
-    p.advance(20)
+    p.advance(14)
     assert p.sweep() == {}
     if how == "retry":
         assert p.fetch() is not None
@@ -1132,6 +1132,23 @@ def test_a_deadline(p: Clocked) -> None:
     invariants.check(p.conn)
 
 
+def test_a_rate_is_of_its_generation(p: Clocked) -> None:
+    """What earlier generations did makes the next one no faster."""
+    run = p.stage(10, max_in_flight=1)
+    reply = take(p)
+    for number in range(10):
+        p.advance(1)
+        reply = report(p, run, reply, "failed" if number == 3 else "succeeded")
+    assert p.progress(run)["rate"] == pytest.approx(1.0, rel=0.1)
+    p.advance(100)
+    assert p.retry_failed(run) == 1
+    assert p.progress(run)["rate"] == 0
+    reply = take(p)
+    p.advance(2)
+    report(p, run, reply, "succeeded")
+    assert p.progress(run)["rate"] == pytest.approx(0.5, rel=0.1)
+
+
 def test_a_retry_of_the_failed_opens_the_next_generation(p: Clocked) -> None:
     """Invariant 4; A15: only the chosen run again; callbacks once per generation."""
     run = p.stage(5, max_in_flight=1, callbacks=CALLBACKS)
@@ -1319,7 +1336,7 @@ def test_a_healthy_system_is_left_alone(p: Clocked) -> None:
             p.renew([(run, slot["slot"], slot["epoch"])])
         p.value("SELECT fanout_renew_manager_v1(%s, %s)", run, p.run(run)["fence"])
         p.beat(worker)
-        p.advance(20)
+        p.advance(12)
         invariants.check(p.conn)
         invariants.check_quiet(p.conn)
 

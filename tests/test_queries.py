@@ -10,6 +10,7 @@ from fanout_procrastinate.store import Call
 
 ENTRY = models.Entry(slot=0, epoch=1, wish="next")
 HOLDING = models.Holding(1, 0, 1)
+HOLDER = "00000000-0000-0000-0000-000000000001"
 
 CALLS: list[Call[Any]] = [
     store.start({"name": "x"}),
@@ -21,12 +22,27 @@ CALLS: list[Call[Any]] = [
     store.callback_end(1, 1, "x", 1, error=None, retry_in=None),
     store.begin(1, 0, 1, token="x", ledger=None, suspect=False),
     store.report(1, 0, [ENTRY], suspect=False),
+    store.pass_on(1),
+    store.lines(),
+    store.take_permit(
+        [{"name": "x"}], key=None, holder=HOLDER, label="", run_id=None, position=None, lease=30.0
+    ),
+    store.give_permit(HOLDER),
+    store.renew_permits([HOLDER]),
+    store.serve_lines("x"),
+    store.sweep_permits(),
+    store.update_limit("x"),
+    store.pause_limit({"name": "x"}, 1.0),
+    store.limits(),
+    store.run_limits(1),
+    store.audit_limits(),
     store.renew([HOLDING], 1.0),
     store.renew_manager(1, 1),
     store.renew_callback(1, 1, "x", 1),
     store.still_mine(HOLDING, 0, 1),
     store.sweep_plan(30.0, 10),
     store.sweep_run(1, 30.0),
+    store.unserved(1),
     store.untidy(1),
     store.tidy(1, 1),
     store.prune(1.0, 1),
@@ -43,12 +59,21 @@ CALLS: list[Call[Any]] = [
     store.retry_failed(1, statuses=["failed"], error_type=None),
     store.progress(1),
     store.closed_progress(1, None),
+    store.progresses([1]),
+    store.open_runs(1),
+    store.hint(["{}"]),
     store.run(1),
+    store.trace(1),
+    store.closes(),
     store.find_run("x", "k"),
     store.runs(name=None, status=None, tag=None, limit=1),
     store.items(1, status=None, after=-1, limit=1),
     store.items(1, status="failed", after=-1, limit=1),
     store.errors(1, 1),
+    store.item_list(1, status=None, search=None, after=-1, until=1, limit=1),
+    store.item_list(1, status="failed", search=None, after=-1, until=1, limit=1),
+    store.slots(1, 1),
+    store.pace(1, last=1, stride=1),
 ]
 
 

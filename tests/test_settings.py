@@ -21,9 +21,13 @@ def test_defaults_of_an_app():
         "retention": None,
         "connection_factory": None,
         "chunk_size": 2000,
+        "events": True,
+        "on_item_failed": None,
+        "on_stuck": None,
+        "redact": None,
     }
     assert defaults.renew_interval == 10.0
-    assert defaults.sweep_interval == 15.0
+    assert defaults.sweep_interval == 10.0
 
 
 def test_defaults_of_a_child():

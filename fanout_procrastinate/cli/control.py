@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import re
 
 from fanout_procrastinate import errors, models, run
 from fanout_procrastinate.cli import command, display, session, views
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _cancel(use: session.Session) -> command.Exit:
@@ -45,11 +49,11 @@ def _retry(use: session.Session) -> command.Exit:
 
 def _update(use: session.Session) -> command.Exit:
     """Change an open run: at least one of the options."""
-    names = ("max_in_flight", "tolerate", "priority")
+    names = ("max_in_flight", "tolerate", "deadline", "priority")
     changes = {name: getattr(use.options, name) for name in names if name in use.options}
     if not changes:
         raise errors.ConfigurationError(
-            "update what? give --max-in-flight, --tolerate or --priority"
+            "update what? give --max-in-flight, --tolerate, --deadline or --priority"
         )
     progress = use.run.update(**changes)
     note = ", ".join(f"{name}: {'none' if new is None else new}" for name, new in changes.items())
@@ -88,6 +92,24 @@ def tolerance(text: str) -> int | float | None:
         raise argparse.ArgumentTypeError(
             f"{text!r}: give a count such as 10, a share such as 0.05 or 5%, or none"
         ) from None
+
+
+def deadline(text: str) -> datetime.datetime | datetime.timedelta | None:
+    """Read a deadline: ``2h``, ``90s``, ``2026-12-24T18:00+01:00`` or ``none``."""
+    if text.lower() == "none":
+        return None
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
+        return datetime.timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.utcoffset() is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a time from now such as 90s, 30m, 2h or 1d, a time with its zone such "
+            "as 2026-12-24T18:00+01:00, or none"
+        )
+    return moment
 
 
 COMMANDS = (
@@ -136,6 +158,14 @@ COMMANDS = (
                 default=argparse.SUPPRESS,
                 help="failed items before the run is stopped: a count (10), a share (0.05, 5%%), "
                 "or none for any number",
+            ),
+            command.argument(
+                "--deadline",
+                metavar="WHEN",
+                type=deadline,
+                default=argparse.SUPPRESS,
+                help="when it is stopped at the latest: from now (30m, 2h), a time with its zone, "
+                "or none",
             ),
             command.argument(
                 "--priority",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from fanout_procrastinate import models
 from fanout_procrastinate.cli import views
@@ -23,6 +24,7 @@ else:
     HAVE_RICH = True
 
 _SECONDS_BETWEEN_LINES = 1.0
+_LINES_BELOW = 8
 _STYLES = {
     "completed": "green",
     "succeeded": "green",
@@ -31,7 +33,14 @@ _STYLES = {
     "processing": "cyan",
 }
 
-Update = Callable[[models.Progress], None]
+
+class Live(Protocol):
+    """Show runs as they go: call it with each reading of one."""
+
+    def __call__(self, progress: models.Progress) -> None: ...
+
+    def log(self, text: str) -> None:
+        """Show a line of a run's."""
 
 
 # -- words
@@ -86,9 +95,9 @@ class Screen:
             self.line("  ".join(map(_padded, row, heads, widths)).rstrip())
 
     @contextlib.contextmanager
-    def live(self) -> Iterator[Update]:
+    def live(self) -> Iterator[Live]:
         """Show progress inside this block: give each reading of a run to what it yields."""
-        yield Lines(self.line).update
+        yield Lines(self.line)
 
 
 def _cell(value: object) -> str:
@@ -109,7 +118,11 @@ class Lines:
         self._clock = clock
         self._shown: dict[int, tuple[object, float]] = {}
 
-    def update(self, progress: models.Progress) -> None:
+    def log(self, text: str) -> None:
+        """Tell a line of a run's."""
+        self._line(text)
+
+    def __call__(self, progress: models.Progress) -> None:
         state = _state(progress)
         before, at = self._shown.get(progress.run_id, (None, float("-inf")))
         now = self._clock()
@@ -152,10 +165,10 @@ class RichScreen(Screen):
         self._console.print(table)
 
     @contextlib.contextmanager
-    def live(self) -> Iterator[Update]:
+    def live(self) -> Iterator[Live]:
         bars = Bars(self._console)
         with bars.shown():
-            yield bars.update
+            yield bars
         for progress in bars.latest.values():
             self.line(views.summary(progress))
 
@@ -165,13 +178,14 @@ def _style(value: object) -> str:
 
 
 class Bars:
-    """Show a bar for each run."""
+    """Show a bar for each run, and the latest lines below them."""
 
     def __init__(self, console: rich.console.Console) -> None:
         self.latest: dict[int, models.Progress] = {}
         self._console = console
         self._tasks: dict[int, rich.progress.TaskID] = {}
-        self._bars = rich.progress.Progress(
+        self._lines: collections.deque[str] = collections.deque(maxlen=_LINES_BELOW)
+        self._bars = _with_lines(self._lines)(
             _text_column("{task.description}"),
             rich.progress.BarColumn(bar_width=None),
             _text_column("{task.fields[counts]}"),
@@ -185,7 +199,12 @@ class Bars:
         """Return the block inside which the bars are on the screen."""
         return self._bars
 
-    def update(self, progress: models.Progress) -> None:
+    def log(self, text: str) -> None:
+        """Show a line below the bars; the oldest makes room for it."""
+        self._lines.append(visible(text))
+        self._bars.refresh()
+
+    def __call__(self, progress: models.Progress) -> None:
         run_id = progress.run_id
         words: dict[str, Any] = {
             "counts": views.counts(progress),
@@ -201,6 +220,18 @@ class Bars:
         if not total and progress.closed:
             total = done = 1  # bars know no empty whole
         self._bars.update(self._tasks[run_id], total=total, completed=done, **words)
+
+
+def _with_lines(lines: Iterable[str]) -> type[rich.progress.Progress]:
+    """Return a kind of progress display with these lines below its bars."""
+
+    class Display(rich.progress.Progress):
+        def get_renderables(self) -> Iterable[rich.console.RenderableType]:
+            yield from super().get_renderables()
+            for line in lines:
+                yield rich.text.Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+
+    return Display
 
 
 def _text_column(text: str, style: str = "none") -> rich.progress.TextColumn:

@@ -12,10 +12,25 @@ import traceback
 from collections.abc import Sequence
 
 from fanout_procrastinate import errors
-from fanout_procrastinate.cli import command, control, display, maintenance, reading, session
+from fanout_procrastinate.cli import (
+    command,
+    control,
+    dashboard,
+    display,
+    limits,
+    maintenance,
+    reading,
+    session,
+)
 
 _PROGRAM = "fanout"
-COMMANDS = (*maintenance.COMMANDS, *reading.COMMANDS, *control.COMMANDS)
+COMMANDS = (
+    *maintenance.COMMANDS,
+    *reading.COMMANDS,
+    *control.COMMANDS,
+    *limits.COMMANDS,
+    *dashboard.COMMANDS,
+)
 _APP_VARIABLES = ("FANOUT_APP", "PROCRASTINATE_APP")
 _EXIT_CODES = """\
 exit codes:

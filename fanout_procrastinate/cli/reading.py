@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
-from fanout_procrastinate import models, run
+from fanout_procrastinate import fanout, models, run, subscriptions
 from fanout_procrastinate.cli import command, display, session, views
 
 _POLL_SECONDS = 0.5
+_LINES = ("log", "item_failed")
 _ITEMS_SHOWN = 50
 _RUNS_SHOWN = 20
 _ERRORS_SHOWN = 5
@@ -106,7 +108,7 @@ def _errors(use: session.Session) -> command.Exit:
 
 
 def _watch(use: session.Session) -> command.Exit:
-    """Follow one or several runs until all are closed.
+    """Follow one or several runs until all are closed; their children's log lines come below.
 
     The exit code is 0 if all of them completed without a failed item, otherwise 8. With --json
     nothing is printed before the end, then an array of their progress.
@@ -115,8 +117,8 @@ def _watch(use: session.Session) -> command.Exit:
     watched = [owner.get_run(run_id) for run_id in dict.fromkeys(use.options.runs)]
     if not use.options.json:
         _say_what_waits(use, watched)
-    with use.live() as update:
-        latest = _until_closed(watched, update)
+    with use.live() as live:
+        latest = _until_closed(owner, watched, live)
     if use.options.json:
         use.answer([latest[one.id].as_dict() for one in watched], lambda screen: None)
     clean = all(one.status == "completed" and one.failed == 0 for one in latest.values())
@@ -130,17 +132,33 @@ def _say_what_waits(use: session.Session, watched: Sequence[run.Run]) -> None:
             screen.line(f"run {one.id}: {waits}")
 
 
-def _until_closed(watched: Sequence[run.Run], update: display.Update) -> dict[int, models.Progress]:
+def _until_closed(
+    owner: fanout.FanOut, watched: Sequence[run.Run], live: display.Live
+) -> dict[int, models.Progress]:
     latest: dict[int, models.Progress] = {}
     still_open = list(watched)
-    while True:
-        for one in still_open:
-            latest[one.id] = one.progress()
-            update(latest[one.id])
-        still_open = [one for one in still_open if not latest[one.id].closed]
-        if not still_open:
-            return latest
-        time.sleep(_POLL_SECONDS)
+    with contextlib.ExitStack() as stack:
+        told: subscriptions.Subscription | None = None
+        while True:
+            for one in still_open:
+                latest[one.id] = one.progress()
+                live(latest[one.id])
+            _show_lines(told, latest, live)
+            still_open = [one for one in still_open if not latest[one.id].closed]
+            if not still_open:
+                return latest
+            if told is None:
+                told = stack.enter_context(owner.events.subscribe(kinds=_LINES))
+            time.sleep(_POLL_SECONDS)
+
+
+def _show_lines(
+    told: subscriptions.Subscription | None, watched: Container[int], live: display.Live
+) -> None:
+    while told is not None and (event := told.get(0)) is not None:
+        line = views.happening(event)
+        if line is not None and event.run_id in watched:
+            live.log(line)
 
 
 COMMANDS = (

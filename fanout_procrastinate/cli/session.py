@@ -92,13 +92,13 @@ class Session:
             show(display.screen(sys.stdout))
 
     @contextlib.contextmanager
-    def live(self) -> Iterator[display.Update]:
+    def live(self) -> Iterator[display.Live]:
         """Show progress inside this block; with ``--json`` show nothing."""
         if self.options.json:
-            yield lambda progress: None
+            yield display.Lines(lambda line: None)
         else:
-            with display.screen(sys.stdout).live() as update:
-                yield update
+            with display.screen(sys.stdout).live() as live:
+                yield live
 
 
 def load(path: str) -> procrastinate.App:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fanout_procrastinate import models
+from fanout_procrastinate import models, subscriptions
 
 _LONGEST_KEY = 40
 _LONGEST_MESSAGE = 200
@@ -94,6 +94,8 @@ def pace(progress: models.Progress) -> str:
         parts.append(f"{progress.rate:.1f}/s")
     if progress.eta is not None:
         parts.append(f"{duration(progress.eta)} left")
+    if progress.waiting_for:
+        parts.append(progress.waiting_for)
     return ", ".join(parts)
 
 
@@ -115,6 +117,30 @@ def _totals(progress: models.Progress) -> str:
     numbers = {"failed": progress.failed, "waiting": progress.waiting}
     parts += [f"{number} {word}" for word, number in numbers.items() if number]
     return ", ".join(filter(None, [*parts, pace(progress)]))
+
+
+def happening(event: subscriptions.Event) -> str | None:
+    """Return a log line or a failure of an item in one line; nothing of other events.
+
+    A line reads ``run 1: item 4 (k4): page read {"page": 7}``.
+    """
+    data = event.data
+    if event.kind == "log":
+        if "dropped" in data:
+            return f"run {event.run_id}: {data['dropped']} more lines are left out"
+        more = f" {compact(data['data'], _LONGEST_MESSAGE)}" if data.get("data") else ""
+        return f"{_item(event)}: {data.get('message')}{more}"
+    if event.kind == "item_failed":
+        if "more" in data:
+            return f"run {event.run_id}: {data['more']} more items failed"
+        return f"{_item(event)} failed: {data.get('type')}: {data.get('message')}"
+    return None
+
+
+def _item(event: subscriptions.Event) -> str:
+    key = event.data.get("key")
+    named = f" ({cut(key, _LONGEST_KEY)})" if key is not None else ""
+    return f"run {event.run_id}: item {event.data.get('position')}{named}"
 
 
 # -- tables
@@ -207,6 +233,7 @@ def _counts(progress: models.Progress) -> Fields:
     )
     yield "duplicates", progress.duplicates or None
     yield "at once", f"{progress.max_in_flight} at most"
+    yield "waits for", progress.waiting_for
     yield "rate", f"{progress.rate:.1f}/s"
     yield "callbacks", ", ".join(f"{name} {state}" for name, state in progress.callbacks.items())
     yield "generation", progress.generation if progress.generation > 1 else None

@@ -13,7 +13,8 @@ FROM fanout_manager_begin_v1(%(run_id)s, %(job_id)s)
 -- append --
 -- Stage a chunk of items.
 SELECT staged, duplicates
-FROM fanout_append_v1(%(run_id)s, %(fence)s, %(keys)s::text[], %(payloads)s::jsonb[])
+FROM fanout_append_v1(
+    %(run_id)s, %(fence)s, %(keys)s::text[], %(payloads)s::jsonb[], %(lanes)s::text[])
 
 -- seal --
 -- End the staging.
@@ -37,14 +38,14 @@ SELECT fanout_callback_end_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s,
 -- begin --
 -- Bind a job to its slot and hand it an item.
 SELECT slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,
-    wait_seconds, stop
+    wait_seconds, stop, freed
 FROM fanout_begin_v1(
     %(run_id)s, %(slot)s, %(job_id)s, %(token)s::uuid, %(ledger)s::integer, %(suspect)s)
 
 -- report --
 -- Record outcomes and hand out the next items.
 SELECT slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,
-    wait_seconds, stop
+    wait_seconds, stop, freed
 FROM fanout_report_v1(%(run_id)s, %(ledger)s, false, %(suspect)s,
     %(slots)s::integer[], %(epochs)s::bigint[], %(wishes)s::text[], %(positions)s::bigint[],
     %(claims)s::bigint[], %(outcomes)s::text[], %(retry_ins)s::double precision[],
@@ -63,6 +64,66 @@ SELECT fanout_renew_manager_v1(%(run_id)s, %(fence)s) AS mine
 -- Renew a callback's execution.
 SELECT fanout_renew_callback_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s) AS mine
 
+-- pass_on --
+-- Pass on a place that became free in the limits of a run; true: there may be more. Who waits for a
+-- permit of one is woken.
+SELECT fanout_pass_on_v1(%(run_id)s) AS more, fanout_call_lines_v1(%(run_id)s) AS called
+
+-- lines --
+-- One run for each limit in which runs stand in line. Index: fanout_runs_limited_idx.
+SELECT min(r.id) AS run_id FROM fanout_runs r
+WHERE r.status = 'processing' AND r.limits IS NOT NULL AND r.wants > 0
+GROUP BY r.limits
+
+-- take_permit --
+-- Take a permit of some limits, or a place in their lines; sent again it answers the same.
+SELECT granted, place, wait_seconds, reason, refused, crowds
+FROM fanout_take_permit_v1(%(specs)s::jsonb, %(key)s::text, %(holder)s::uuid, %(label)s,
+    %(run_id)s::bigint, %(position)s::bigint, %(lease)s::double precision)
+
+-- give_permit --
+-- Give a permit or a place in the line back, and grant to the next.
+SELECT fanout_give_permit_v1(%(holder)s::uuid) AS runs
+
+-- renew_permits --
+-- Renew the permits of this process; the answers are those it has lost.
+SELECT fanout_renew_permits_v1(%(holders)s::uuid[])::text AS holder
+
+-- serve_lines --
+-- Grant to those who stand in the line of a limit that was changed.
+SELECT runs FROM fanout_serve_lines_v1(ARRAY[%(name)s]::text[], NULL)
+
+-- sweep_permits --
+-- Remove the permits of dead holders.
+SELECT fanout_sweep_permits_v1() AS removed
+
+-- update_limit --
+-- Change a limit by hand; whether there is one.
+SELECT fanout_limit_update_v1(
+    %(name)s, %(changes)s::jsonb, %(pause)s::double precision) AS found
+
+-- pause_limit --
+-- Declare a limit, and let nothing begin with it for so many seconds.
+SELECT fanout_pause_limit_v1(%(spec)s::jsonb, %(seconds)s::double precision) AS found
+
+-- limits --
+-- The limits, and who has, waits for and wants each. Indexes: fanout_limits_pkey,
+-- fanout_runs_limited_idx, fanout_runs_keyed_idx, fanout_permits_line_idx.
+SELECT fanout_limit_state_v1(name)::text AS state FROM fanout_limits
+WHERE %(name)s::text IS NULL OR name = %(name)s
+ORDER BY name
+
+-- run_limits --
+-- The limits that a run's items take. Index: fanout_limits_pkey.
+SELECT fanout_limit_state_v1(l.name)::text AS state FROM fanout_runs r
+JOIN fanout_limits l ON l.name = ANY (r.limits || r.key_limit)
+WHERE r.id = %(run_id)s
+ORDER BY l.name
+
+-- audit_limits --
+-- Limits that nobody can ever have, and permits that no sweep has removed.
+SELECT run_id, kind, subject, detail, repairable FROM fanout_audit_limits_v1()
+
 -- still_mine --
 -- Whether a slot still holds an item under a claim. Index: fanout_slots_pkey.
 SELECT EXISTS (
@@ -76,6 +137,27 @@ SELECT run_id, finding FROM fanout_sweep_plan_v1(%(lease)s, %(limit)s)
 -- sweep_run --
 -- Repair one run.
 SELECT fanout_sweep_run_v1(%(run_id)s, %(lease)s)::text AS done
+
+-- unserved --
+-- The open runs whose jobs have been due for `stuck_after`, with nobody at work on them. Indexes:
+-- fanout_runs_open_idx, fanout_slots_pkey, procrastinate_jobs_pkey.
+SELECT r.id, CASE r.status WHEN 'pending' THEN r.manager_queue ELSE r.child_queue END AS queue
+FROM fanout_runs r
+CROSS JOIN LATERAL (
+    SELECT clock_timestamp() - make_interval(secs => r.stuck_after) AS before) t
+WHERE r.status IN ('pending', 'processing') AND NOT r.paused AND r.closing IS NULL
+    AND greatest(r.created_at, r.sealed_at, r.scheduled_at) < t.before
+    AND CASE r.status
+        WHEN 'pending' THEN EXISTS (SELECT FROM procrastinate_jobs j WHERE j.id = r.manager_job_id
+            AND j.status = 'todo' AND coalesce(j.scheduled_at, r.created_at) < t.before)
+        ELSE NOT EXISTS (SELECT FROM fanout_ledgers l
+                WHERE l.run_id = r.id AND l.updated_at >= t.before)
+            AND NOT EXISTS (SELECT FROM fanout_slots s WHERE s.run_id = r.id AND s.active)
+            AND EXISTS (SELECT FROM fanout_slots s
+                JOIN procrastinate_jobs j ON j.id = s.job_id AND j.status = 'todo'
+                WHERE s.run_id = r.id AND coalesce(s.scheduled_at, s.seen_at) < t.before)
+        END
+ORDER BY r.id LIMIT %(limit)s
 
 -- untidy --
 -- Find the runs whose item rows are to be rewritten or removed.
@@ -140,8 +222,24 @@ SELECT fanout_update_v1(%(run_id)s, %(changes)s::jsonb) AS status
 SELECT fanout_retry_failed_v1(%(run_id)s, %(statuses)s::text[], %(error_type)s::text) AS items
 
 -- progress --
--- Sum a run's ledgers.
-SELECT fanout_progress_v1(%(run_id)s)::text AS progress
+-- Sum a run's ledgers, and say which limit keeps it waiting.
+SELECT (fanout_progress_v1(%(run_id)s) || jsonb_build_object(
+    'waiting_for', fanout_waiting_for_v1(%(run_id)s)))::text AS progress
+
+-- progresses --
+-- Sum the ledgers of several runs. Index: fanout_runs_pkey.
+SELECT (fanout_progress_v1(r.id) || jsonb_build_object(
+    'waiting_for', fanout_waiting_for_v1(r.id)))::text AS progress
+FROM fanout_runs r WHERE r.id = ANY (%(runs)s::bigint[])
+
+-- open_runs --
+-- The latest open runs. Index: fanout_runs_open_idx, backwards.
+SELECT id FROM fanout_runs WHERE status IN ('pending', 'processing')
+ORDER BY id DESC LIMIT %(limit)s
+
+-- hint --
+-- Tell listeners. It changes no state.
+SELECT fanout_hint_v1(%(events)s::text[]) AS sent
 
 -- closed_progress --
 -- The progress frozen when a generation closed; the latest one without a generation.
@@ -154,6 +252,18 @@ ORDER BY generation DESC LIMIT 1
 SELECT id, name, run_key, status, args::text AS args, tags, manager_task, child_task, child_queue,
     generation, ledgers
 FROM fanout_runs WHERE id = %(run_id)s
+
+-- trace --
+-- What spans and measures of a run carry. Index: fanout_runs_pkey.
+SELECT name, child_task,
+    extract(epoch FROM clock_timestamp() - greatest(created_at, scheduled_at)) AS waited,
+    (SELECT c->'carrier' FROM jsonb_array_elements(callbacks) c
+        WHERE c->>'on' = 'trace' LIMIT 1)::text AS carrier
+FROM fanout_runs WHERE id = %(run_id)s
+
+-- closes --
+-- The closes on record, by status.
+SELECT status, count(*) AS closes FROM fanout_closes GROUP BY status
 
 -- find_run --
 -- The run that holds a key. Index: fanout_runs_key_idx.
@@ -174,11 +284,13 @@ ORDER BY r.id DESC
 -- One page of items, by position. In a stopped ledger a pending row reads as cancelled; before the
 -- seal, and after a close before the seal, there are none. Times travel as JSON has them, whatever
 -- the session's DateStyle. Index: fanout_items_pkey.
-SELECT t.position, t.item_key, t.status, t.failures, t.crashes, to_jsonb(t.due) #>> '{}' AS due,
+SELECT t.position, t.item_key, t.status, t.failures, t.crashes,
+    CASE WHEN t.claim > 0 THEN to_jsonb(t.due) #>> '{}' END AS due,
     to_jsonb(t.started_at) #>> '{}' AS started_at, to_jsonb(t.finished_at) #>> '{}' AS finished_at,
     t.sanitised, t.payload::text AS payload, t.result::text AS result, t.error::text AS error
 FROM (
-    SELECT i.position, i.item_key, i.failures, i.crashes, i.due, i.started_at, i.finished_at,
+    SELECT i.position, i.item_key, i.failures, i.crashes, i.claim, i.due, i.started_at,
+        i.finished_at,
         i.sanitised, i.payload, i.result, i.error,
         CASE WHEN i.status = 'pending' AND l.stopped THEN 'cancelled' ELSE i.status END AS status
     FROM fanout_items i
@@ -208,3 +320,63 @@ FROM (
 ) g
 JOIN fanout_items i ON i.run_id = %(run_id)s AND i.position = g.sample
 ORDER BY g.items DESC, g.error_type
+
+-- item_list --
+-- One page of items without payloads and results, by position, in a window of positions; a text is
+-- looked for in keys and errors. Index: fanout_items_pkey.
+SELECT t.position, t.item_key, t.status, t.failures, t.crashes,
+    CASE WHEN t.claim > 0 THEN to_jsonb(t.due) #>> '{}' END AS due,
+    to_jsonb(t.started_at) #>> '{}' AS started_at, to_jsonb(t.finished_at) #>> '{}' AS finished_at,
+    t.sanitised, t.error::text AS error
+FROM (
+    SELECT i.position, i.item_key, i.failures, i.crashes, i.claim, i.due, i.started_at,
+        i.finished_at,
+        i.sanitised, i.error - 'traceback' AS error,
+        CASE WHEN i.status = 'pending' AND l.stopped THEN 'cancelled' ELSE i.status END AS status
+    FROM fanout_items i
+    JOIN fanout_runs r ON r.id = i.run_id
+    JOIN fanout_ledgers l ON l.run_id = i.run_id AND l.ledger = i.position %% nullif(r.ledgers, 0)
+    WHERE i.run_id = %(run_id)s AND i.position > %(after)s AND i.position <= %(until)s
+        AND r.total IS NOT NULL
+) t
+WHERE (%(status)s::text IS NULL OR t.status = %(status)s)
+    AND (%(search)s::text IS NULL OR strpos(lower(t.item_key), lower(%(search)s)) > 0
+        OR strpos(lower(t.error::text), lower(%(search)s)) > 0)
+ORDER BY t.position LIMIT %(limit)s
+
+-- failed_item_list --
+-- The same of failed items, however far apart. Index: fanout_items_error_idx, then sorted.
+SELECT position, item_key, status, failures, crashes, to_jsonb(due) #>> '{}' AS due,
+    to_jsonb(started_at) #>> '{}' AS started_at, to_jsonb(finished_at) #>> '{}' AS finished_at,
+    sanitised, (error - 'traceback')::text AS error
+FROM fanout_items
+WHERE run_id = %(run_id)s AND error_type IS NOT NULL AND position > %(after)s
+    AND (%(search)s::text IS NULL OR strpos(lower(item_key), lower(%(search)s)) > 0
+        OR strpos(lower((error - 'traceback')::text), lower(%(search)s)) > 0)
+ORDER BY position LIMIT %(limit)s
+
+-- slots --
+-- The slots of a run, and what the active ones work on. Index: fanout_slots_pkey, then
+-- fanout_items_pkey.
+SELECT s.slot, s.job_id, s.active, s.held AS position, i.item_key,
+    to_jsonb(i.started_at) #>> '{}' AS started_at, to_jsonb(s.seen_at) #>> '{}' AS seen_at,
+    to_jsonb(s.scheduled_at) #>> '{}' AS scheduled_at, s.suspect_since IS NOT NULL AS suspected
+FROM fanout_slots s
+LEFT JOIN LATERAL (
+    SELECT item_key, started_at FROM fanout_items
+    WHERE run_id = s.run_id AND position = s.held LIMIT 1
+) i ON true
+WHERE s.run_id = %(run_id)s
+ORDER BY s.active DESC, s.slot LIMIT %(limit)s
+
+-- pace --
+-- When a sample of a run's items ended, in seconds of the epoch: each `stride`-th, one by one from
+-- the index whatever the planner believes. Index: fanout_items_pkey.
+SELECT extract(epoch FROM i.finished_at)::double precision AS at, i.status
+FROM generate_series(0, %(last)s::bigint, %(stride)s::bigint) AS p (position)
+CROSS JOIN LATERAL (
+    SELECT finished_at, status FROM fanout_items
+    WHERE run_id = %(run_id)s AND position = p.position LIMIT 1
+) i
+WHERE i.finished_at IS NOT NULL
+ORDER BY at

@@ -21,6 +21,7 @@ from fanout_procrastinate import (
     errors,
     execution,
     fanout,
+    limits,
     managers,
     models,
     sanitise,
@@ -73,7 +74,7 @@ def run_inline(manager: managers.Manager[..., Any], /, **args: Any) -> InlinePro
     """
     loops.refuse("run_inline")
     inline = _Inline(manager, args)
-    with asyncio.Runner() as runner:
+    with limits.nowhere(), asyncio.Runner() as runner:
         listed = manager.function(**inline.args)
         if inspect.isawaitable(listed) or hasattr(listed, "__aiter__"):
             listed = runner.run(_collected(listed))
@@ -104,7 +105,7 @@ async def run_inline_async(manager: managers.Manager[..., Any], /, **args: Any) 
         listed = await _collected(listed)
     inline.take(listed)
     tries = inline.tries()
-    with contextlib.suppress(StopIteration):
+    with limits.nowhere(), contextlib.suppress(StopIteration):
         values = next(tries)
         while True:
             call = execution.Execution(manager.child.function)

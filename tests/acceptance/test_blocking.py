@@ -9,7 +9,7 @@ from tests.acceptance.scene import Scene
 from tests.apps.scripted import Step
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.acceptance
+pytestmark = [pytest.mark.acceptance, pytest.mark.measured]
 
 
 def test_a_blocked_event_loop_delays_nobody_and_costs_no_crash(scene: Scene) -> None:

@@ -20,6 +20,7 @@ ROUNDS = 200 if os.environ.get("FANOUT_TEST_PG", "18") == "18" else 50
 CHILDREN = 20
 
 
+@pytest.mark.measured
 @pytest.mark.timeout(180)
 def test_children_that_finish_in_the_same_instant_close_once(scene: Scene) -> None:
     """A04, invariants 1, 2 and 4: 20 children over 4 processes end together, round after round."""

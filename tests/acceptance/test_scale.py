@@ -9,7 +9,7 @@ from tests.apps import scripted
 from tests.apps.scripted import Step
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.acceptance
+pytestmark = [pytest.mark.acceptance, pytest.mark.measured]
 
 MANY = 100_000
 MAX_GROWTH_BYTES = 60 * 2**20

@@ -226,6 +226,17 @@ def looks(names: list[str], what: str = "") -> Any:
     return [Deed(name=name, what=what) for name in names]
 
 
+@fanout_child(app, timeout=60, **OPTIONS)
+def advance(context: ItemContext, deed: Deed) -> str:
+    """Tell how far it is, and what it is told where that cannot be."""
+    context.progress(0.5)
+    try:
+        context.progress(2)
+    except ValueError as exc:
+        return str(exc)
+    return ""
+
+
 under_another_name = fanout_child(app, **OPTIONS | {"name": "other", "pass_context": False})
 
 

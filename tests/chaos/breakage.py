@@ -1,7 +1,10 @@
 """What breaks by itself: workers, the server, the network."""
 
+import contextlib
 import time
 from collections.abc import Callable
+
+import psycopg
 
 from tests.chaos.crew import Berth, Crew
 from tests.chaos.plan import Fault
@@ -78,13 +81,19 @@ class Breakage:
         if not runs:
             return None
         key = "id" if table == "fanout_runs" else "run_id"
-        with self._stage.connect() as connection, connection.transaction():
-            locked = connection.execute(
+        held = 0
+        # The server may go away meanwhile: then the locks are gone too.
+        with (
+            contextlib.suppress(psycopg.OperationalError),
+            self._stage.connect() as connection,
+            connection.transaction(),
+        ):
+            held = connection.execute(
                 f"SELECT FROM {table} WHERE {key} = %s ORDER BY ctid FOR UPDATE",
                 [fault.dice.choice(runs)],
-            )
+            ).rowcount
             time.sleep(self._lease * fault.leases)
-            return f"{locked.rowcount} of {table}"
+        return f"{held} of {table}" if held else None
 
     # -- the network
 

@@ -37,13 +37,17 @@ def _statuses(record: Record, row: Row, spec: pieces.Spec) -> set[str]:
 
 
 def items_are_final(record: Record) -> Findings:
-    """Every item of a closed run is final; cancelled only where its run was stopped."""
-    statuses = {row["id"]: row["status"] for row in record.runs}
+    """Every item of a closed run is final; cancelled only where its run was stopped.
+
+    What a stop cancelled stays so when the failed items alone are retried and the run completes.
+    """
+    stopped = {row["id"] for row in record.runs if row["status"] != "completed"}
+    stopped |= record.cancelled
     for item in record.items:
         if item["status"] not in FINAL:
             yield f"{_named(item)} is {item['status']}"
-        elif item["status"] == "cancelled" and statuses[item["run_id"]] == "completed":
-            yield f"{_named(item)} is cancelled in a completed run"
+        elif item["status"] == "cancelled" and item["run_id"] not in stopped:
+            yield f"{_named(item)} is cancelled in a run that nobody stopped"
 
 
 def items_end_once(record: Record) -> Findings:

@@ -133,7 +133,7 @@ BEGIN
     FROM fanout_slots s WHERE s.run_id = r.id AND s.held IS NOT NULL
     GROUP BY s.held HAVING count(*) > 1
     UNION ALL
-    -- A sweep marks, another one rescues: half a lease apart and more.
+    -- A sweep marks, another one rescues: a third of a lease apart and more.
     (SELECT 'silent_slot', 'slot ' || s.slot, format('silent for %s s, and no sweep has come',
         round(extract(epoch FROM v_now - s.seen_at))), true
     FROM fanout_slots s
@@ -150,6 +150,8 @@ BEGIN
         round(extract(epoch FROM v_now - v_moved))), true
     FROM fanout_slot_plan_v1(r.id)
     WHERE v_moved < v_now - make_interval(secs => p_lease)
+        -- Who stands in the line of a limit misses none.
+        AND fanout_limit_full_v1(r.limits) IS NULL
     HAVING count(*) > 0;
 END;
 $$;

@@ -39,7 +39,7 @@ BEGIN
     ELSIF r.status = 'processing' THEN
         UPDATE fanout_ledgers
         SET cancelled = cancelled + size - cursor + waiting, cursor = size, waiting = 0,
-            stopped = true, open = open AND succeeded + failed + cancelled + size - cursor + waiting < size,
+            fresh = 0, stopped = true, open = open AND succeeded + failed + cancelled + size - cursor + waiting < size,
             updated_at = clock_timestamp()
         WHERE run_id = p_run AND NOT stopped;
         SELECT count(*) INTO v_open FROM fanout_ledgers WHERE run_id = p_run AND open;
@@ -214,9 +214,13 @@ BEGIN
     IF v_chosen = 0 THEN
         RETURN 0;
     END IF;
-    UPDATE fanout_ledgers SET stopped = false WHERE run_id = p_run AND stopped;
+    UPDATE fanout_ledgers
+    SET stopped = false, rate = CASE WHEN r.status = 'processing' THEN rate ELSE 0 END
+    WHERE run_id = p_run AND (stopped OR r.status <> 'processing');
     UPDATE fanout_runs
     SET generation = generation + (status <> 'processing')::integer,
+        done_before = CASE WHEN status = 'processing' THEN done_before ELSE (
+            SELECT sum(succeeded + failed) FROM fanout_ledgers WHERE run_id = p_run) END,
         started_at = CASE WHEN status <> 'processing' THEN clock_timestamp() ELSE started_at END,
         status = 'processing', reason = NULL, closed_at = NULL, idle_seconds = 0,
         -- A deadline that has passed would stop the new generation at once.

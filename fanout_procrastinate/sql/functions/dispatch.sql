@@ -48,11 +48,11 @@ LANGUAGE sql STABLE AS $$
         'closing', r.closing, 'reason', r.reason, 'generation', r.generation,
         'total', r.total, 'staged', r.staged, 'duplicates', r.duplicates,
         'pending', CASE WHEN r.total IS NULL THEN r.staged ELSE s.unclaimed + s.waiting END,
-        'waiting', s.waiting,
+        'waiting', s.waiting - s.fresh,
         'processing', s.claimed - s.waiting - s.succeeded - s.failed - s.cancelled,
         'succeeded', s.succeeded, 'failed', s.failed, 'cancelled', s.cancelled,
         'rate', CASE WHEN r.closed_at IS NOT NULL
-            THEN (s.succeeded + s.failed)
+            THEN (s.succeeded + s.failed - r.done_before)
                  / greatest(extract(epoch FROM r.closed_at - r.started_at), 0.001)
             -- A decayed mean starts too low: divided by the weight it has gathered so far.
             ELSE s.rate / greatest(
@@ -68,8 +68,8 @@ LANGUAGE sql STABLE AS $$
     FROM fanout_runs r
     CROSS JOIN LATERAL (
         SELECT coalesce(sum(size - cursor), 0) AS unclaimed, coalesce(sum(cursor), 0) AS claimed,
-            coalesce(sum(waiting), 0) AS waiting, coalesce(sum(succeeded), 0) AS succeeded,
-            coalesce(sum(failed), 0) AS failed, coalesce(sum(cancelled), 0) AS cancelled,
+            coalesce(sum(waiting), 0) AS waiting, coalesce(sum(fresh), 0) AS fresh,
+            coalesce(sum(succeeded), 0) AS succeeded, coalesce(sum(failed), 0) AS failed, coalesce(sum(cancelled), 0) AS cancelled,
             coalesce(sum(fanout_decay_v1(rate, clock_timestamp() - updated_at)), 0) AS rate,
             max(updated_at) AS updated_at
         FROM fanout_ledgers WHERE run_id = r.id
@@ -177,6 +177,7 @@ RETURNS TABLE (needed_at timestamptz, replaces integer) LANGUAGE plpgsql STABLE 
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_max integer;
+    v_key_limit text;
     v_active integer;
     v_idle integer;
     v_room bigint;
@@ -187,7 +188,7 @@ DECLARE
     v_times timestamptz[];
     d record;
 BEGIN
-    SELECT max_in_flight INTO v_max FROM fanout_runs
+    SELECT max_in_flight, key_limit INTO v_max, v_key_limit FROM fanout_runs
     WHERE id = p_run AND status = 'processing' AND NOT paused AND closing IS NULL;
     IF NOT FOUND THEN
         RETURN;
@@ -205,6 +206,12 @@ BEGIN
     END IF;
     SELECT sum(size - cursor), sum(waiting) INTO v_unclaimed, v_waiting
     FROM fanout_ledgers WHERE run_id = p_run;
+    IF v_key_limit IS NOT NULL AND v_waiting > 0 THEN
+        -- What could be handed out now counts as unclaimed; what is blocked by its key, not at all.
+        SELECT greatest(0, cardinality(c.positions) - v_idle) INTO v_unclaimed
+        FROM fanout_lane_items_v1(
+            p_run, v_key_limit, (v_room + v_idle)::integer, -1, true, '{}') c;
+    END IF;
     IF v_unclaimed > 0 THEN
         v_needed := array_fill('-infinity'::timestamptz, ARRAY[least(v_room, v_unclaimed)::integer]);
     ELSE
@@ -212,7 +219,11 @@ BEGIN
     END IF;
     IF v_unclaimed < v_room AND v_waiting > 0 THEN
         FOR d IN SELECT due, suspect
-            FROM fanout_next_dues_v1(p_run, v_room - v_unclaimed + v_idle) LOOP
+            FROM fanout_next_dues_v1(p_run, v_room - v_unclaimed + v_idle)
+            WHERE v_key_limit IS NULL
+            UNION ALL
+            SELECT due, suspect FROM fanout_lane_dues_v1(p_run, v_room - v_unclaimed + v_idle)
+            WHERE v_key_limit IS NOT NULL LOOP
             IF v_idle > 0 AND NOT d.suspect AND d.due <= v_now + interval '10 seconds' THEN
                 v_idle := v_idle - 1;
             ELSIF cardinality(v_needed) < v_room THEN
@@ -242,17 +253,38 @@ DECLARE
     v_times timestamptz[];
     v_replaced integer[];
     v_free integer[];
+    v_now integer;
+    v_granted integer;
     v_used integer;
     v_job bigint;
     v_dealt integer := 0;
     r record;
 BEGIN
-    SELECT array_agg(needed_at), array_agg(replaces) FILTER (WHERE replaces IS NOT NULL)
-    INTO v_times, v_replaced FROM fanout_slot_plan_v1(p_run);
+    SELECT array_agg(needed_at), array_agg(replaces) FILTER (WHERE replaces IS NOT NULL),
+        count(*) FILTER (WHERE needed_at = '-infinity')
+    INTO v_times, v_replaced, v_now FROM fanout_slot_plan_v1(p_run);
     IF v_times IS NULL THEN
         RETURN 0;
     END IF;
-    SELECT child_queue, child_task, child_priority INTO r FROM fanout_runs WHERE id = p_run;
+    SELECT child_queue, child_task, child_priority, limits, wants INTO r
+    FROM fanout_runs WHERE id = p_run;
+    IF r.limits IS NOT NULL AND (v_now > 0 OR r.wants > 0) THEN
+        v_granted := fanout_grant_v1(p_run, v_now);
+        IF v_granted < v_now THEN
+            -- What its limits do not give is not dealt, and nothing is replaced by it.
+            SELECT array_agg(needed_at), array_agg(replaces) FILTER (WHERE replaces IS NOT NULL)
+            INTO v_times, v_replaced
+            FROM (
+                SELECT needed_at, replaces, count(*) FILTER (WHERE needed_at = '-infinity')
+                    OVER (ROWS UNBOUNDED PRECEDING) AS nth
+                FROM fanout_slot_plan_v1(p_run)
+            ) p
+            WHERE needed_at <> '-infinity' OR nth <= v_granted;
+        END IF;
+    END IF;
+    IF v_times IS NULL THEN
+        RETURN 0;
+    END IF;
     IF v_replaced IS NOT NULL THEN
         PERFORM fanout_cancel_job_v1(gone.job_id) FROM (
             SELECT job_id FROM fanout_slots
@@ -454,6 +486,11 @@ DECLARE
     v_stop boolean := false;
     v_complete boolean := false;
     v_closed boolean := false;
+    v_held_back integer[] := '{}';
+    v_reserved timestamptz[];
+    v_rated boolean := false;
+    v_first bigint;
+    v_freed boolean;
     v_replies fanout_reply_v1[];
     v_reply fanout_reply_v1;
 BEGIN
@@ -470,19 +507,20 @@ BEGIN
     SELECT * INTO led FROM fanout_ledgers
     WHERE run_id = p_run AND ledger = p_ledger FOR NO KEY UPDATE;
     SELECT status, paused, closing, surplus, open_ledgers, ledgers, total, child_queue,
-        tolerate_count, tolerate_share INTO r
+        tolerate_count, tolerate_share, limits, key_limit INTO r
     FROM fanout_runs WHERE id = p_run;
     IF led.run_id IS NULL OR r.status IS NULL THEN
         -- The run was removed, or never had this ledger.
         FOR i IN 1 .. n LOOP
             RETURN NEXT (p_slots[i], CASE WHEN p_outcomes[i] IS NULL THEN 'ended' ELSE 'lost' END,
-                p_epochs[i], p_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL, false
-                )::fanout_reply_v1;
+                p_epochs[i], p_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL, false,
+                false)::fanout_reply_v1;
         END LOOP;
         RETURN;
     END IF;
     IF v_yield THEN
-        v_yield := fanout_others_wait_v1(r.child_queue, p_run);
+        v_yield := fanout_others_wait_v1(r.child_queue, p_run)
+            OR r.limits IS NOT NULL AND fanout_makes_room_v1(p_run);
     END IF;
     -- What other ledgers have failed so far is read without their locks: the last one to count
     -- sees them all, and the close judges once more.
@@ -495,10 +533,11 @@ BEGIN
     v_complete := led.succeeded + led.failed + led.cancelled + v_outcomes >= led.size;
     v_need_run := p_begin OR v_complete OR v_ending > 0 OR v_releasing > 0 OR v_yield OR v_judge
         OR r.status <> 'processing' OR r.paused OR r.closing IS NOT NULL OR r.surplus > 0
+        OR r.limits IS NOT NULL
         OR led.size - led.cursor < v_wanting;
     IF v_need_run AND NOT p_begin THEN
         SELECT status, paused, closing, surplus, open_ledgers, ledgers, total, child_queue,
-            tolerate_count, tolerate_share INTO r
+            tolerate_count, tolerate_share, limits, key_limit INTO r
         FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
         IF v_complete AND v_outcomes > 0 AND r.open_ledgers <= 1 THEN
             -- This may close the run and with it all slots: in ascending order, before our own.
@@ -609,7 +648,22 @@ BEGIN
             v_want := array_remove(v_want, i);
         END IF;
     END LOOP;
+    IF cardinality(v_want) > 0 AND r.limits IS NOT NULL THEN
+        SELECT go, held_back, reserved, rated INTO v_want, v_held_back, v_reserved, v_rated
+        FROM fanout_starts_v1(p_run, r.limits, r.key_limit, v_want, p_slots,
+            led.cursor < led.size OR led.waiting > 0);
+    END IF;
     v_take := cardinality(v_want);
+
+    -- In a run with keys: of the lanes that have room, in turn.
+    IF v_take > 0 AND r.key_limit IS NOT NULL THEN
+        PERFORM fanout_lock_limits_v1(r.limits, r.key_limit);
+        SELECT positions, ended_at INTO v_positions, led.lane
+        FROM fanout_lane_items_v1(p_run, r.key_limit, v_take, led.lane, p_suspect,
+            ARRAY(SELECT p_slots[i] FROM unnest(v_want || v_ended || v_held_back) i));
+        led.waiting := led.waiting - cardinality(v_positions);
+        v_take := 0;
+    END IF;
 
     -- The items due longest first. A process holds one suspect at a time; those that nobody may
     -- take now are put off a little.
@@ -668,9 +722,13 @@ BEGIN
             RETURNING h.i, t.position, t.claim, t.failures, t.crashes, t.item_key, t.payload
         )
         SELECT array_agg((p_slots[h.i], 'item', p_epochs[h.i], p_ledger, h.position, h.claim,
-            h.failures, h.crashes, h.item_key, h.payload::text, NULL, false)::fanout_reply_v1),
-            array_agg(h.i)
-        INTO v_replies, v_applied FROM handed h;
+            h.failures, h.crashes, h.item_key, h.payload::text, NULL, false, false
+            )::fanout_reply_v1),
+            array_agg(h.i), count(*) FILTER (WHERE h.claim = 1)
+        INTO v_replies, v_applied, v_first FROM handed h;
+        IF r.key_limit IS NOT NULL THEN
+            led.fresh := led.fresh - v_first;
+        END IF;
         FOR k IN 1 .. coalesce(cardinality(v_applied), 0) LOOP
             v_verdicts[v_applied[k]] := 'item';
         END LOOP;
@@ -679,6 +737,7 @@ BEGIN
     UPDATE fanout_ledgers
     SET cursor = led.cursor, waiting = led.waiting, succeeded = led.succeeded, failed = led.failed,
         cancelled = led.cancelled, rate = led.rate, updated_at = led.updated_at,
+        fresh = led.fresh, lane = led.lane,
         open = led.open AND led.succeeded + led.failed + led.cancelled < led.size
     WHERE run_id = p_run AND ledger = p_ledger;
 
@@ -688,7 +747,8 @@ BEGIN
         v_hint := CASE WHEN led.cursor < led.size THEN p_ledger
             ELSE fanout_next_ledger_v1(p_run, p_ledger + 1) END;
         IF v_hint = p_ledger AND led.cursor >= led.size
-                AND cardinality(v_positions) = 0 AND coalesce(cardinality(v_skipped), 0) = 0 THEN
+                AND cardinality(v_positions) = 0 AND coalesce(cardinality(v_skipped), 0) = 0
+                OR r.key_limit IS NOT NULL THEN
             v_hint := NULL;
         END IF;
         IF v_hint IS NULL AND v_need_run THEN
@@ -697,7 +757,13 @@ BEGIN
                 AND slot <> ALL (ARRAY(SELECT p_slots[i] FROM unnest(v_want) i));
             v_dues := ARRAY(
                 SELECT due FROM fanout_next_dues_v1(p_run, v_idle + cardinality(v_want))
-                WHERE due <= v_now + interval '10 seconds' AND NOT suspect ORDER BY due);
+                WHERE due <= v_now + interval '10 seconds' AND NOT suspect
+                    AND r.key_limit IS NULL
+                UNION ALL
+                SELECT due FROM fanout_lane_dues_v1(p_run, v_idle + cardinality(v_want))
+                WHERE due <= v_now + interval '10 seconds' AND NOT suspect
+                    AND r.key_limit IS NOT NULL
+                ORDER BY due);
         END IF;
         FOR k IN 1 .. cardinality(v_want) LOOP
             IF v_hint IS NOT NULL OR NOT v_need_run THEN
@@ -710,6 +776,16 @@ BEGIN
             END IF;
         END LOOP;
     END IF;
+
+    FOR k IN 1 .. cardinality(v_held_back) LOOP
+        -- A start too far away to wait for it in place: the place is given back.
+        IF v_reserved[v_held_back[k]] IS NULL THEN
+            v_verdicts[v_held_back[k]] := 'ended';
+            v_ended := v_ended || v_held_back[k];
+        ELSE
+            v_verdicts[v_held_back[k]] := 'wait';
+        END IF;
+    END LOOP;
 
     v_complete := led.open AND led.succeeded + led.failed + led.cancelled >= led.size;
     IF v_need_run AND (v_complete OR v_judge OR cardinality(v_ended) > 0) THEN
@@ -734,7 +810,11 @@ BEGIN
             held_claim = CASE WHEN e.resent THEN s.held_claim ELSE h.claim END,
             seen_at = v_now, suspect_since = NULL,
             last_position = coalesce(e.recorded_position, s.last_position),
-            last_claim = coalesce(e.recorded_claim, s.last_claim)
+            last_claim = coalesce(e.recorded_claim, s.last_claim),
+            reserved_at = CASE WHEN e.i = ANY (v_held_back) THEN v_reserved[e.i] END,
+            lane = CASE WHEN r.key_limit IS NULL THEN NULL WHEN e.resent THEN s.lane
+                ELSE (SELECT t.lane FROM fanout_items t
+                    WHERE t.run_id = p_run AND t.position = h.position) END
         FROM (
             SELECT i, p_slots[i] AS slot, i = ANY (v_resent) AS resent,
                 CASE WHEN i = ANY (v_counted) THEN p_positions[i] END AS recorded_position,
@@ -745,19 +825,28 @@ BEGIN
         ) e
         LEFT JOIN unnest(v_replies) h ON h.slot = e.slot
         WHERE s.run_id = p_run AND s.slot = e.slot AND s.epoch = p_epochs[e.i];
-        IF v_need_run AND (p_begin OR v_releasing > 0 OR cardinality(v_ended) > 0) THEN
+        IF v_need_run AND (p_begin OR v_releasing > 0 OR cardinality(v_ended) > 0
+                -- A start was used up: the next may be near enough for one more slot.
+                OR v_rated AND cardinality(v_positions) > 0) THEN
             PERFORM fanout_top_up_v1(p_run);
         END IF;
     END IF;
 
+    -- Whether somebody else may have use for what ended here.
+    v_freed := r.limits IS NOT NULL
+            AND (coalesce(v_closed, false) OR cardinality(v_ended) > 0)
+        OR r.key_limit IS NOT NULL AND cardinality(v_counted) > 0 AND EXISTS (
+            SELECT FROM fanout_runs o WHERE o.key_limit = r.key_limit
+                AND o.status = 'processing' AND o.id <> p_run);
     FOREACH v_reply IN ARRAY coalesce(v_replies, '{}') LOOP
         v_reply.stop := v_stop;
+        v_reply.freed := v_freed;
         RETURN NEXT v_reply;
     END LOOP;
     IF cardinality(v_resent) > 0 THEN
         RETURN QUERY SELECT p_slots[e.i], 'item'::text, p_epochs[e.i], p_ledger, t.position,
             t.claim, t.failures, t.crashes, t.item_key, t.payload::text, NULL::double precision,
-            v_stop
+            v_stop, v_freed
         FROM unnest(v_resent) e (i)
         CROSS JOIN LATERAL (
             SELECT * FROM fanout_items WHERE run_id = p_run AND position = v_held[e.i] OFFSET 0
@@ -766,9 +855,12 @@ BEGIN
     FOR i IN 1 .. n LOOP
         IF v_verdicts[i] <> 'item' AND i <> ALL (v_resent) THEN
             RETURN NEXT (p_slots[i], v_verdicts[i], p_epochs[i], coalesce(v_hint, p_ledger), NULL,
-                NULL, NULL, NULL, NULL, NULL, CASE WHEN v_verdicts[i] = 'wait'
+                NULL, NULL, NULL, NULL, NULL, CASE WHEN i = ANY (v_held_back)
+                    THEN least(greatest(
+                        extract(epoch FROM v_reserved[i] - clock_timestamp()), 0), 1)
+                WHEN v_verdicts[i] = 'wait'
                 THEN least(greatest(extract(epoch FROM v_dues[1] - clock_timestamp()), 0.05), 1)
-                END, v_stop
+                END, v_stop, v_freed
                 )::fanout_reply_v1;
         END IF;
     END LOOP;
@@ -807,7 +899,7 @@ BEGIN
     END IF;
     v_ledger := coalesce(fanout_next_ledger_v1(p_run, coalesce(p_ledger, 0)), 0);
     PERFORM FROM fanout_ledgers WHERE run_id = p_run AND ledger = v_ledger FOR NO KEY UPDATE;
-    SELECT status, paused, closing, max_in_flight INTO r
+    SELECT status, paused, closing, max_in_flight, limits INTO r
     FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
     -- Only who holds the run makes, binds or cancels a queued slot: it is ours without a lock.
     SELECT count(*) FILTER (WHERE active),
@@ -816,14 +908,18 @@ BEGIN
     IF NOT coalesce(v_mine, false) THEN
         PERFORM fanout_top_up_v1(p_run);
         RETURN NEXT (p_slot, 'ended', NULL, v_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-            false)::fanout_reply_v1;
+            false, false)::fanout_reply_v1;
         RETURN;
     END IF;
     IF r.status <> 'processing' OR r.paused OR r.closing IS NOT NULL
-            OR v_active >= r.max_in_flight THEN
+            OR v_active >= r.max_in_flight
+            OR r.limits IS NOT NULL AND NOT fanout_may_begin_v1(p_run, p_slot) THEN
         DELETE FROM fanout_slots WHERE run_id = p_run AND slot = p_slot;
+        IF r.limits IS NOT NULL THEN
+            PERFORM fanout_top_up_v1(p_run);
+        END IF;
         RETURN NEXT (p_slot, 'ended', NULL, v_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-            false)::fanout_reply_v1;
+            false, r.limits IS NOT NULL)::fanout_reply_v1;
         RETURN;
     END IF;
     v_epoch := nextval('fanout_epochs');

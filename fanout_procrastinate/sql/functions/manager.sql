@@ -36,14 +36,14 @@ BEGIN
             name, run_key, args_digest, args, tags, manager_task, manager_queue, manager_priority,
             child_task, child_queue, child_priority, callbacks, max_in_flight, tolerate_count,
             tolerate_share, max_crashes, stuck_after, deadline, manager_max_attempts, scheduled_at,
-            fence, manager_seen_at)
+            limits, key_limit, limit_specs, weight, fence, manager_seen_at)
         VALUES (
             s.name, v_key, s.args_digest, coalesce(s.args, '{}'), coalesce(s.tags, '{}'),
             s.manager_task, s.manager_queue, coalesce(s.manager_priority, 0), s.child_task,
             s.child_queue, coalesce(s.child_priority, 0), coalesce(s.callbacks, '[]'),
             s.max_in_flight, s.tolerate_count, s.tolerate_share, coalesce(s.max_crashes, 3),
             coalesce(s.stuck_after, 7200), s.deadline, coalesce(s.manager_max_attempts, 3),
-            s.scheduled_at,
+            s.scheduled_at, s.limits, s.key_limit, s.limit_specs, coalesce(s.weight, 1),
             -- Without a manager job the caller stages the items, as the first execution.
             CASE WHEN s.manager_task IS NULL THEN 1 ELSE 0 END,
             CASE WHEN s.manager_task IS NULL THEN clock_timestamp() END)
@@ -101,6 +101,7 @@ BEGIN
         RETURN;
     END IF;
     DELETE FROM fanout_items WHERE run_id = p_run;
+    DELETE FROM fanout_lanes WHERE run_id = p_run;
     UPDATE fanout_runs
     SET fence = r.fence + 1, staged = 0, duplicates = 0, manager_job_id = p_job,
         manager_seen_at = clock_timestamp(), manager_suspect_since = NULL
@@ -114,9 +115,10 @@ END;
 $$;
 
 -- Appends a chunk of items. Duplicates are removed before numbering, so that positions are dense.
--- No row for a late chunk of an earlier execution, or of a run that is closed.
+-- No row for a late chunk of an earlier execution, or of a run that is closed. p_lanes: the keys by
+-- which the items are limited; null where they are not.
 CREATE OR REPLACE FUNCTION fanout_append_v1(
-    p_run bigint, p_fence bigint, p_keys text[], p_payloads jsonb[]
+    p_run bigint, p_fence bigint, p_keys text[], p_payloads jsonb[], p_lanes text[]
 ) RETURNS TABLE (staged bigint, duplicates bigint) LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off
@@ -130,15 +132,28 @@ BEGIN
     IF r.status IS DISTINCT FROM 'pending' OR r.fence <> p_fence OR r.closing IS NOT NULL THEN
         RETURN;
     END IF;
-    INSERT INTO fanout_items (run_id, position, item_key, payload)
-    SELECT p_run, r.staged + row_number() OVER (ORDER BY n.i) - 1, n.item_key, n.payload
+    INSERT INTO fanout_lanes (run_id, lane, key)
+    SELECT p_run, (SELECT count(*) FROM fanout_lanes WHERE run_id = p_run)
+        + row_number() OVER (ORDER BY min(u.i)) - 1, u.key
+    FROM unnest(p_lanes) WITH ORDINALITY u (key, i)
+    WHERE NOT EXISTS (SELECT FROM fanout_lanes l WHERE l.run_id = p_run AND l.key = u.key)
+    GROUP BY u.key;
+    INSERT INTO fanout_items (run_id, position, item_key, payload, lane, ledger, due)
+    SELECT p_run, n.position, n.item_key, n.payload, l.lane, CASE WHEN l.lane IS NOT NULL THEN 0 END,
+        -- Long ago, in the order of the listing: each waits for its lane from the start.
+        CASE WHEN l.lane IS NOT NULL
+            THEN timestamptz '2000-01-01 00:00:00Z' + n.position * interval '1 microsecond' END
     FROM (
-        SELECT u.i, u.item_key, u.payload, row_number() OVER (
-            PARTITION BY coalesce(u.item_key, u.i::text), u.item_key IS NULL ORDER BY u.i) AS nth
-        FROM unnest(p_keys, p_payloads) WITH ORDINALITY u (item_key, payload, i)
+        SELECT o.*, r.staged + row_number() OVER (ORDER BY o.i) - 1 AS position FROM (
+            SELECT u.i, u.item_key, u.payload, u.key, row_number() OVER (
+                PARTITION BY coalesce(u.item_key, u.i::text), u.item_key IS NULL ORDER BY u.i
+                ) AS nth
+            FROM unnest(p_keys, p_payloads, p_lanes) WITH ORDINALITY u (item_key, payload, key, i)
+        ) o
+        WHERE o.nth = 1 AND NOT EXISTS (
+            SELECT FROM fanout_items t WHERE t.run_id = p_run AND t.item_key = o.item_key)
     ) n
-    WHERE n.nth = 1 AND NOT EXISTS (
-        SELECT FROM fanout_items t WHERE t.run_id = p_run AND t.item_key = n.item_key);
+    LEFT JOIN fanout_lanes l ON l.run_id = p_run AND l.key = n.key;
     GET DIAGNOSTICS v_added = ROW_COUNT;
     UPDATE fanout_runs
     SET staged = r.staged + v_added,
@@ -168,10 +183,18 @@ BEGIN
     ELSIF r.status <> 'pending' THEN
         RETURN CASE WHEN r.sealed_at IS NOT NULL THEN r.status END;
     END IF;
-    v_ledgers := CASE WHEN r.staged = 0 THEN 0 ELSE least(16, greatest(1, r.staged / 1000)) END;
-    INSERT INTO fanout_ledgers (run_id, ledger, size)
-    SELECT p_run, l, (r.staged - l + v_ledgers - 1) / v_ledgers
-    FROM generate_series(0, v_ledgers - 1) l;
+    -- With keys one ledger: its items are handed out lane by lane.
+    v_ledgers := CASE WHEN r.staged = 0 THEN 0 WHEN r.key_limit IS NOT NULL THEN 1
+        ELSE least(16, greatest(1, r.staged / 1000)) END;
+    INSERT INTO fanout_ledgers (run_id, ledger, size, cursor, waiting, fresh)
+    SELECT p_run, l, o.size, o.fresh, o.fresh, o.fresh
+    FROM generate_series(0, v_ledgers - 1) l
+    CROSS JOIN LATERAL (SELECT (r.staged - l + v_ledgers - 1) / v_ledgers AS size) z
+    CROSS JOIN LATERAL (
+        SELECT z.size, CASE WHEN r.key_limit IS NULL THEN 0 ELSE z.size END AS fresh) o;
+    IF r.limit_specs IS NOT NULL THEN
+        PERFORM fanout_declare_limits_v1(r.limit_specs);
+    END IF;
     UPDATE fanout_runs
     SET status = 'processing', total = staged, ledgers = v_ledgers, open_ledgers = v_ledgers,
         sealed_at = clock_timestamp(), started_at = clock_timestamp()

@@ -89,7 +89,7 @@ BEGIN
     RETURN QUERY
     SELECT f.run_id, string_agg(DISTINCT f.finding, ', ') FROM (
         SELECT s.run_id, 'silent slot' AS finding FROM fanout_slots s
-        WHERE s.active AND s.seen_at < v_silent
+        WHERE s.active AND s.seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
         UNION ALL
         SELECT s.run_id, 'lost job' FROM fanout_slots s
         WHERE NOT s.active AND s.seen_at < clock_timestamp() - interval '1 second'
@@ -124,7 +124,9 @@ BEGIN
             SELECT count(*) FROM fanout_slots s WHERE s.run_id = r.id AND s.active)
         UNION ALL
         SELECT r.id, 'missing slot' FROM fanout_runs r
-        WHERE r.status = 'processing' AND EXISTS (SELECT FROM fanout_slot_plan_v1(r.id))
+        -- Who stands in the line of a limit that is full misses none.
+        WHERE r.status = 'processing' AND fanout_limit_full_v1(r.limits) IS NULL
+            AND EXISTS (SELECT FROM fanout_slot_plan_v1(r.id))
         UNION ALL
         SELECT r.id, 'stop pending' FROM fanout_runs r
         WHERE r.status = 'processing' AND r.closing IS NOT NULL AND EXISTS (
@@ -247,10 +249,12 @@ BEGIN
             count(*) FILTER (WHERE status = 'failed') AS failed,
             count(*) FILTER (WHERE status = 'cancelled') AS cancelled,
             count(*) FILTER (WHERE status = 'pending') AS pending,
+            count(*) FILTER (WHERE status = 'pending' AND claim = 0 AND lane IS NOT NULL) AS fresh,
             count(*) FILTER (WHERE status = 'processing') AS working
         FROM fanout_items WHERE run_id = p_run GROUP BY 1
     ), wanted AS (
         SELECT l.ledger, l.stopped, c.size, c.succeeded, c.failed,
+            CASE WHEN l.stopped THEN 0 ELSE c.fresh END AS fresh,
             CASE WHEN l.stopped THEN c.size ELSE c.handed END AS cursor,
             c.cancelled + CASE WHEN l.stopped THEN c.pending ELSE 0 END AS cancelled,
             CASE WHEN l.stopped THEN 0 ELSE c.handed - c.succeeded - c.failed - c.cancelled
@@ -267,13 +271,13 @@ BEGIN
     ), corrected AS (
         UPDATE fanout_ledgers l
         SET size = w.size, succeeded = w.succeeded, failed = w.failed, cancelled = w.cancelled,
-            waiting = w.waiting, cursor = w.cursor,
+            waiting = w.waiting, cursor = w.cursor, fresh = w.fresh,
             open = w.succeeded + w.failed + w.cancelled < w.size
         FROM wanted w
         WHERE l.run_id = p_run AND l.ledger = w.ledger AND (
-            l.size, l.succeeded, l.failed, l.cancelled, l.waiting, l.cursor, l.open
+            l.size, l.succeeded, l.failed, l.cancelled, l.waiting, l.cursor, l.fresh, l.open
             ) IS DISTINCT FROM (
-            w.size, w.succeeded, w.failed, w.cancelled, w.waiting, w.cursor,
+            w.size, w.succeeded, w.failed, w.cancelled, w.waiting, w.cursor, w.fresh,
             w.succeeded + w.failed + w.cancelled < w.size)
         RETURNING 1
     )
@@ -324,13 +328,17 @@ BEGIN
         END IF;
     END IF;
 
-    -- Silent slots: marked at the first look, rescued at the second.
-    FOR s IN SELECT slot, suspect_since FROM fanout_slots
-        WHERE run_id = p_run AND active AND seen_at < v_silent ORDER BY slot LOOP
+    -- Silent slots: marked once half a lease is over, which is a renewal missed; rescued when the
+    -- lease is, if they were seen marked for a third of it.
+    FOR s IN SELECT slot, seen_at, suspect_since FROM fanout_slots
+        WHERE run_id = p_run AND active
+            AND seen_at < v_now - make_interval(secs => p_lease / 2) ORDER BY slot LOOP
         IF s.suspect_since IS NULL THEN
             UPDATE fanout_slots SET suspect_since = v_now WHERE run_id = p_run AND slot = s.slot;
             v_outcome := 'marked';
-        ELSIF s.suspect_since <= v_second THEN
+        ELSIF s.suspect_since > v_second OR s.seen_at >= v_silent THEN
+            CONTINUE;
+        ELSE
             -- One that cannot be rescued keeps nobody else from it.
             BEGIN
                 v_outcome := 'rescued_' || fanout_rescue_v1(p_run, s.slot);
@@ -339,8 +347,6 @@ BEGIN
                     s.slot, p_run, SQLERRM;
                 v_outcome := 'unrecoverable';
             END;
-        ELSE
-            CONTINUE;
         END IF;
         v_done := v_done || jsonb_build_object(
             v_outcome, coalesce((v_done->>v_outcome)::bigint, 0) + 1);
@@ -529,7 +535,10 @@ LANGUAGE sql AS $$
         WHEN 'pending' THEN r.manager_task IS NOT NULL AND r.manager_suspect_since IS NULL
             AND NOT EXISTS (SELECT FROM procrastinate_jobs j
                 WHERE j.id = r.manager_job_id AND j.status IN ('todo', 'doing'))
+        -- Who stands in the line of a limit cannot move; nor can items whose key is taken.
         ELSE NOT r.paused AND NOT EXISTS (SELECT FROM fanout_slots s WHERE s.run_id = r.id)
+            AND fanout_limit_full_v1(r.limits) IS NULL
+            AND (r.key_limit IS NULL OR EXISTS (SELECT FROM fanout_slot_plan_v1(r.id)))
             AND EXISTS (
                 SELECT FROM fanout_ledgers l WHERE l.run_id = r.id AND (l.cursor < l.size
                 OR EXISTS (SELECT FROM fanout_items t WHERE t.run_id = r.id
@@ -585,6 +594,7 @@ BEGIN
     GET DIAGNOSTICS v_rows = ROW_COUNT;
     IF v_rows < p_limit THEN
         DELETE FROM fanout_ledgers WHERE run_id = v_run;
+        DELETE FROM fanout_lanes WHERE run_id = v_run;
         DELETE FROM fanout_slots WHERE run_id = v_run;
         DELETE FROM fanout_callbacks WHERE run_id = v_run;
         DELETE FROM fanout_closes WHERE run_id = v_run;

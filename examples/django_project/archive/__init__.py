@@ -1,0 +1,1 @@
+"""Batches of documents, and the run over each."""

@@ -1,0 +1,1 @@
+"""The tables, and those of the fan-outs."""

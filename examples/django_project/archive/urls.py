@@ -1,0 +1,11 @@
+"""The addresses of this app."""
+
+from django.urls import path
+
+from . import views
+
+urlpatterns = [
+    path("login", views.log_in),
+    path("batches", views.batches),
+    path("batches/<int:batch_id>", views.batch),
+]

@@ -1,0 +1,56 @@
+"""Add a batch, look at it. Plain JSON: what matters here is the transaction."""
+
+import json
+from typing import Any
+
+from django.contrib.auth import authenticate, login
+from django.db import IntegrityError, transaction
+from django.http import HttpRequest, JsonResponse
+from django.shortcuts import get_object_or_404
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_POST
+from procrastinate.contrib.django import app
+
+from fanout_procrastinate import FanOut
+
+from .models import Batch, Document
+from .tasks import count_batch
+
+
+@csrf_exempt  # for programs; it takes no session
+@require_POST
+def batches(request: HttpRequest) -> JsonResponse:
+    """Add a batch and start its run, in one transaction: both are there, or neither is."""
+    given: dict[str, Any] = json.loads(request.body)
+    batch = Batch.objects.create(name=given["name"])
+    run = count_batch.defer(batch_id=batch.pk)
+    batch.run_id = run.id
+    batch.save(update_fields=["run_id"])
+    documents = [
+        Document(batch=batch, title=one["title"], text=one["text"]) for one in given["documents"]
+    ]
+    try:
+        Document.objects.bulk_create(documents)
+    except IntegrityError:
+        transaction.set_rollback(True)  # the batch, and the run
+        return JsonResponse({"error": "a title stands twice"}, status=409)
+    return JsonResponse({"batch": batch.pk, "run": str(run.id)}, status=201)
+
+
+def batch(request: HttpRequest, batch_id: int) -> JsonResponse:
+    """Tell how far the run of a batch is, and what was counted."""
+    found = get_object_or_404(Batch, pk=batch_id)
+    progress = FanOut.of(app).get_run(found.run_id).progress()
+    words = dict(found.documents.values_list("title", "words"))
+    return JsonResponse({"status": progress.status, "done": progress.done, "words": words})
+
+
+@csrf_exempt
+@require_POST
+def log_in(request: HttpRequest) -> JsonResponse:
+    """Start a session, which the dashboard accepts too."""
+    user = authenticate(request, **json.loads(request.body))
+    if user is None:
+        return JsonResponse({"error": "unknown"}, status=403)
+    login(request, user)
+    return JsonResponse({"user": user.get_username()})

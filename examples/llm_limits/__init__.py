@@ -1,0 +1,1 @@
+"""An example: many children on several processes share a model that serves few at once."""

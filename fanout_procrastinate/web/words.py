@@ -1,0 +1,85 @@
+"""How figures, times and JSON read on a page."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import markupsafe
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_LONGEST_JSON = 100_000
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds in words, as exact as a person needs.
+
+    Example:
+        >>> duration(0.42), duration(42), duration(3723)
+        ('0.4 s', '42 s', '1 h 02 min')
+    """
+    if seconds is None:
+        return ""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02} h"
+
+
+def took(begun: datetime.datetime | None, ended: datetime.datetime | None) -> str:
+    """Return in words how long something took, or has taken so far."""
+    if begun is None:
+        return ""
+    until = ended or datetime.datetime.now(tz=datetime.UTC)
+    return duration((until - begun).total_seconds())
+
+
+def moment(when: datetime.datetime | None) -> markupsafe.Markup:
+    """Return a time in UTC; the page's script turns it into the reader's time zone."""
+    if when is None:
+        return markupsafe.Markup("")
+    in_utc = when.astimezone(datetime.UTC)
+    return markupsafe.Markup('<time datetime="{}">{}</time>').format(
+        in_utc.isoformat(timespec="seconds"), in_utc.strftime("%Y-%m-%d %H:%M:%S UTC")
+    )
+
+
+def number(value: float | None) -> str:
+    """Return a number with its thousands apart.
+
+    Example:
+        >>> number(1234567)
+        '1,234,567'
+    """
+    return "" if value is None else f"{value:,}"
+
+
+def rate(value: float) -> str:
+    """Return items per second."""
+    return f"{value:.1f}/s" if value < 100 else f"{value:,.0f}/s"
+
+
+def pretty(value: Any) -> str:
+    """Return JSON in lines, cut where nobody would read on."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if len(text) <= _LONGEST_JSON:
+        return text
+    return f"{text[:_LONGEST_JSON]}\n… {len(text) - _LONGEST_JSON:,} more characters"
+
+
+def cut(text: object, length: int) -> str:
+    """Return text of at most so many characters; a mark shows where it was cut."""
+    whole = str(text)
+    return whole if len(whole) <= length else whole[: length - 1] + "…"
+
+
+def dotted(text: object) -> markupsafe.Markup:
+    """Return a dotted name that may go on in the next line after each dot."""
+    return markupsafe.Markup(".<wbr>").join(str(text).split("."))

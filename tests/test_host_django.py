@@ -1,0 +1,72 @@
+"""Control within a Django request: it must not hold a run's locks until the request ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.databases import environment
+
+pytest.importorskip("django")
+
+_VIEW = """
+import json, sys
+import django
+from django.conf import settings
+import psycopg
+
+settings.configure(
+    INSTALLED_APPS=["procrastinate.contrib.django"],
+    DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **json.loads(sys.argv[1])}},
+    USE_TZ=True,
+)
+django.setup()
+from django.db import transaction
+from procrastinate.contrib.django import app
+from fanout_procrastinate import FanOut, fanout_child
+
+real = app  # Django's proxy of the app
+
+@fanout_child(real, name="work")
+def work(item: int) -> int:
+    return item
+
+run = work.map([1, 2, 3])
+said = {}
+with transaction.atomic():
+    run.pause()
+    run.update(max_in_flight=7)
+    run.resume()
+    run.cancel()
+    with psycopg.connect("", autocommit=True) as other:
+        other.execute("SET lock_timeout = '2s'")
+        other.execute("SELECT FROM fanout_runs WHERE id = %s FOR UPDATE", [run.id])
+        said["status"] = other.execute(
+            "SELECT status, max_in_flight FROM fanout_runs WHERE id = %s", [run.id]
+        ).fetchone()
+with transaction.atomic():
+    inside = FanOut.of(real)
+    said["read"] = inside.get_run(run.id).progress().status
+print(json.dumps(said))
+"""
+
+
+def test_control_in_a_request_holds_no_lock_of_a_run(dsn: str) -> None:
+    """Another session takes the run's lock while the request's transaction is still open."""
+    env = environment(dsn)
+    keys = {"NAME": "PGDATABASE", "HOST": "PGHOST", "PORT": "PGPORT", "USER": "PGUSER"}
+    database = {name: env[key] for name, key in keys.items() if env.get(key)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _VIEW, json.dumps(database)],
+        env={**env, "PATH": "/usr/bin:/bin"},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said == {"status": ["cancelled", 7], "read": "cancelled"}
