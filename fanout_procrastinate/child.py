@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _RENEWAL_GRACE_SECONDS = 10.0
 _LAST_ANSWER_SECONDS = 30.0
+# Only behind items that take no longer than that one more is kept ready, and that long at most.
+_QUICK_SECONDS = 0.25
+_KEPT_SECONDS = 0.3
 
 worker_of_job: contextvars.ContextVar[Any] = contextvars.ContextVar("fanout_worker", default=None)
 """The host's worker, as a task middleware sees it: it alone tells concurrency and shutdown."""
@@ -135,6 +138,8 @@ class Slot:
     current: execution.Execution | isolation.Execution | None = None
     item: context.ItemContext | None = None
     slice_ends: float = 0.0
+    quick: float | None = None
+    kept: models.Reply | None = None
 
     async def serve(self) -> None:
         """Work on items until the slot is over."""
@@ -157,7 +162,7 @@ class Slot:
             self.epoch = reply.epoch
             self.slice_ends = time.monotonic() + self.time_slice
             while reply.verdict not in ("ended", "lost"):
-                reply = await self._turn(reply)
+                reply = await (self._ahead(reply) if self._may_keep(reply) else self._turn(reply))
             if reply.verdict == "lost":
                 self._log_lost()
         finally:
@@ -180,16 +185,87 @@ class Slot:
                 self.cancelled = True
         return await self._report(reply.ledger, {})
 
-    async def _item_turn(self, reply: models.Reply) -> models.Reply:
+    def _may_keep(self, reply: models.Reply) -> bool:
+        """Whether to keep the next item ready while working on this one."""
+        quick = self.quick is not None and self.quick < _QUICK_SECONDS
+        return reply.verdict == "item" and reply.ahead and quick and not reply.crashes
+
+    async def _ahead(self, reply: models.Reply) -> models.Reply:
+        """Work on items with the next one ready, so that a limit is not kept waiting for reports.
+
+        The report of an item is on its way while the next one is at work.
+        """
+        question = self._report(reply.ledger, {"wish": "ahead"})
+        while True:
+            ended = asyncio.Event()
+            keeping = asyncio.create_task(self._keep(question, ended), name="fanout-ahead")
+            columns = await self._worked_or_not(reply)
+            ended.set()
+            ready = self.kept or await self._settled(keeping)
+            if ready is self.kept:
+                self.kept = None
+                keeping.cancel()
+            if self.lost or ready.verdict == "lost":
+                return dataclasses.replace(reply, verdict="lost")
+            columns |= {"position": reply.position, "claim": reply.claim}
+            if ready.verdict != "item":
+                return await self._report(reply.ledger, columns)
+            question = self._report(reply.ledger, columns | {"ahead": ready.position})
+            if self._ending():
+                answer = await question
+                if answer.verdict != "last":  # `end` asks for nothing more to keep
+                    return dataclasses.replace(answer, verdict="lost")
+                gone = {"outcome": "returned", "position": ready.position, "claim": ready.claim}
+                return await self._report(ready.ledger, gone)
+            self.reporter.begun(ready)
+            reply = ready
+
+    async def _keep(
+        self, question: Coroutine[Any, Any, models.Reply], ended: asyncio.Event
+    ) -> models.Reply:
+        """Ask for an item to keep ready; it is given back if the one in hand takes too long."""
+        ready = await question
+        if ready.verdict != "item" or ready.position is None or self.hold is None:
+            return ready
+        self.kept = ready
+        try:
+            async with asyncio.timeout(_KEPT_SECONDS):
+                await ended.wait()
+        except TimeoutError:
+            self.kept = None
+            assert self.hold.holding is not None  # noqa: S101 - it is a slot's
+            call = store.give_back(self.hold.holding, ready.position)
+            run = self.runtime.database.run_async
+            await reporter.until_known(run, call, self.reporter.run_id)
+            return dataclasses.replace(ready, verdict="last")
+        return ready
+
+    async def _settled(self, task: asyncio.Task[models.Reply]) -> models.Reply:
+        """Wait for an answer even when cancelled meanwhile."""
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                self.cancelled = True
+        return task.result()
+
+    async def _worked_or_not(self, reply: models.Reply) -> dict[str, Any]:
+        """Return the columns of an item's outcome."""
         # The worker is shutting down, or somebody aborted the job: given back at no charge.
         columns: dict[str, Any] = {"outcome": "returned"}
         if not self.cancelled:
+            begun = time.monotonic()
             try:
                 columns = await self._worked(reply)
             except asyncio.CancelledError:
                 self.cancelled = True
             except execution.Stopped:
                 pass
+            self.quick = time.monotonic() - begun
+        return columns
+
+    async def _item_turn(self, reply: models.Reply) -> models.Reply:
+        columns = await self._worked_or_not(reply)
         if self.lost:
             return dataclasses.replace(reply, verdict="lost")
         return await self._report(
@@ -257,7 +333,8 @@ class Slot:
         )
 
     async def _report(self, ledger: int, columns: dict[str, Any]) -> models.Reply:
-        entry = models.Entry(slot=self.slot, epoch=self.epoch, wish=self._wish(), **columns)
+        wish = {"wish": self._wish()}
+        entry = models.Entry(slot=self.slot, epoch=self.epoch, **wish | columns)
         reply = await self._asked(self.reporter.report(ledger, entry))
         if reply.verdict == "item" and time.monotonic() >= self.slice_ends:
             self.slice_ends = time.monotonic() + self.time_slice

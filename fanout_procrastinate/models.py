@@ -547,6 +547,7 @@ class Reply:
     wait_seconds: float | None
     stop: bool
     freed: bool = False
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,6 +564,11 @@ class Entry:
     result: str | None = None
     error: str | None = None
     sanitised: bool = False
+    ahead: int | None = None
+
+    def keeps(self) -> bool:
+        """Return whether the item that answers it is kept ready, behind another one."""
+        return self.wish == "ahead" or self.ahead is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Recorder:
         self._measures = measures
         self._run = run
         self._traces: collections.OrderedDict[int, models.Trace] = collections.OrderedDict()
-        self._spans: dict[int, Any] = {}
+        self._spans: dict[tuple[int | None, int | None], Any] = {}
 
     async def trace(self, run_id: int) -> models.Trace:
         """Return what spans and measures of a run carry; of an unknown one nothing."""
@@ -93,7 +93,7 @@ class Recorder:
         }
         with _harmless(run_id):
             span = self._measures.begin_item(trace.child_task, trace.carrier, about)
-            holder.span = self._spans[reply.epoch] = span
+            holder.span = self._spans[reply.epoch, reply.position] = span
 
     def recorded(self, outcomes: Sequence[reporter.Recorded]) -> None:
         """Pass on the outcomes of one report."""
@@ -111,8 +111,8 @@ class Recorder:
     def over(self, epoch: int) -> None:
         """End the span of an item whose outcome was not recorded."""
         with _harmless(None):
-            if epoch in self._spans:
-                self._measures.end_item(self._spans.pop(epoch), "lost", None)
+            for place in [place for place in self._spans if place[0] == epoch]:
+                self._measures.end_item(self._spans.pop(place), "lost", None)
 
     def _measure(self, task: str, outcomes: Sequence[reporter.Recorded]) -> None:
         counts = collections.Counter(one.entry.outcome or "" for one in outcomes)
@@ -120,7 +120,7 @@ class Recorder:
         for one in outcomes:
             outcome = one.entry.outcome or ""
             self._measures.took(task, outcome, one.seconds)
-            span = self._spans.pop(one.entry.epoch, None)
+            span = self._spans.pop((one.entry.epoch, one.entry.position), None)
             self._measures.end_item(span, outcome, _record(one) if one.entry.error else None)
 
     def _failed(self, one: reporter.Recorded) -> None:

@@ -143,7 +143,7 @@ class Reporter:
         self._passing: asyncio.Task[None] | None = None
         self._freed = False
         self._watcher = watcher
-        self._in_hand: dict[int, tuple[models.Reply, float]] = {}
+        self._in_hand: dict[tuple[int, int | None], tuple[models.Reply, float]] = {}
         self.slots = 0
 
     async def begin(
@@ -187,7 +187,13 @@ class Reporter:
         if ledger not in self._senders:
             task = asyncio.create_task(self._send(ledger), name=f"fanout-report-{self.run_id}")
             self._senders[ledger] = task
-        return self._handed(await sending.reply)
+        reply = await sending.reply
+        return reply if entry.keeps() else self._handed(reply)
+
+    def begun(self, reply: models.Reply) -> None:
+        """Hear that an item that was kept ready is at work now."""
+        self._note(reply)
+        self._handed(reply)
 
     async def close(self) -> None:
         """Wait for the reports on their way."""
@@ -314,7 +320,8 @@ class Reporter:
     def release_suspect(self, epoch: int) -> None:
         """Give back the place for suspects, if this slot has it."""
         self._suspicion.release(epoch)
-        self._in_hand.pop(epoch, None)
+        for place in [place for place in self._in_hand if place[0] == epoch]:
+            del self._in_hand[place]
         if self._watcher is not None:
             self._watcher.over(epoch)
 
@@ -322,7 +329,7 @@ class Reporter:
         if reply.verdict in ("item", "move"):
             self._ledger = reply.ledger
         if reply.verdict == "item" and reply.epoch is not None and self._watcher is not None:
-            self._in_hand[reply.epoch] = (reply, time.monotonic())
+            self._in_hand[reply.epoch, reply.position] = (reply, time.monotonic())
 
     def _handed(self, reply: models.Reply) -> models.Reply:
         if self._watcher is not None and reply.verdict == "item":
@@ -339,7 +346,7 @@ class Reporter:
         lost = {reply.epoch for reply in replies if reply.verdict == "lost"}
         recorded = []
         for entry in entries:
-            reply, since = self._in_hand.pop(entry.epoch, (None, now))
+            reply, since = self._in_hand.pop((entry.epoch, entry.position), (None, now))
             if reply is None or entry.outcome is None or entry.epoch in lost:
                 continue
             recorded.append(Recorded(self.run_id, reply, entry, now - since))

@@ -147,8 +147,14 @@ def report(
         "results": [entry.result for entry in entries],
         "errors": [entry.error for entry in entries],
         "sanitised": [entry.sanitised for entry in entries],
+        "aheads": [entry.ahead for entry in entries],
     }
     return Call("report", params, _replies)
+
+
+def give_back(holding: models.Holding, position: int) -> Call[bool]:
+    params = dataclasses.asdict(holding) | {"position": position}
+    return Call("give_back", params, _first("given"))
 
 
 def renew(

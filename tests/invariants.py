@@ -73,9 +73,15 @@ _STATE: Mapping[str, str] = {
     WHERE s.held IS NOT NULL AND (NOT s.active OR i.status IS DISTINCT FROM 'processing'
         OR i.claim IS DISTINCT FROM s.held_claim)
     """,
+    "2: so is an item that a slot keeps ready, behind the one it holds": """
+    SELECT s.*, i.status, i.claim FROM fanout_slots s
+    LEFT JOIN fanout_items i ON i.run_id = s.run_id AND i.position = s.ready
+    WHERE s.ready IS NOT NULL AND (s.held IS NULL OR NOT s.active
+        OR i.status IS DISTINCT FROM 'processing' OR i.claim IS DISTINCT FROM s.ready_claim)
+    """,
     "2: an item at work is held by exactly one slot": """
     SELECT i.run_id, i.position, i.claim, i.status, count(s.slot) AS slots FROM fanout_items i
-    LEFT JOIN fanout_slots s ON s.run_id = i.run_id AND s.held = i.position AND s.active
+    LEFT JOIN fanout_slots s ON s.run_id = i.run_id AND i.position IN (s.held, s.ready) AND s.active
     WHERE i.status = 'processing'
     GROUP BY i.run_id, i.position HAVING count(s.slot) <> 1
     """,

@@ -23,8 +23,8 @@ class Call:
 
 
 class Meter:
-    """`with Meter(folder) as meter`; a caller sends two lines to `path` and waits for an answer to
-    each: the name of what it calls, and, at the end, anything.
+    """`with Meter(folder) as meter`; a caller sends a line to `path`, what it calls and how many
+    seconds that takes, and waits for the answer.
 
     The end of a caller's process ends its calls.
     """
@@ -68,20 +68,20 @@ class Meter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name = (await reader.readline()).decode().strip()
+        name, _, seconds = (await reader.readline()).decode().strip().partition(" ")
         call = Call(name, time.monotonic())
         self.calls.append(call)
         self.open[name] += 1
         self.most[name] = max(self.most[name], self.open[name])
         try:
-            with contextlib.suppress(ConnectionError):
-                writer.write(b"begun\n")
-                await reader.readline()
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout_at(self._loop.time() + float(seconds)):
+                    await reader.read()  # until the caller dies
         finally:
             self.open[name] -= 1
             call.ended = time.monotonic()
             with contextlib.suppress(ConnectionError):
-                writer.write(b"ended\n")
+                writer.write(b"done\n")
             writer.close()
 
 

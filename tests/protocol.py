@@ -49,7 +49,7 @@ CREATE TRIGGER fanout_refuse BEFORE INSERT ON procrastinate_jobs
 
 _REPLY_COLUMNS = (
     "slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,"
-    " wait_seconds, stop, freed"
+    " wait_seconds, stop, freed, ahead"
 )
 
 
@@ -67,6 +67,7 @@ class Entry:
     result: str | None = None
     error: str | None = None
     sanitised: bool | None = None
+    ahead: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class Reply:
     wait_seconds: float | None
     stop: bool
     freed: bool = False
+    ahead: bool = False
 
     def entry(self, outcome: str | None = None, **columns: Any) -> Entry:
         """Return what its receiver reports next."""
@@ -250,7 +252,7 @@ class Protocol:
         rows = self.rows(
             f"SELECT {_REPLY_COLUMNS} FROM fanout_report_v1(%s, %s, false, %s, %s::integer[],"
             " %s::bigint[], %s::text[], %s::bigint[], %s::bigint[], %s::text[],"
-            " %s::double precision[], %s::jsonb[], %s::jsonb[], %s::boolean[])",
+            " %s::double precision[], %s::jsonb[], %s::jsonb[], %s::boolean[], %s::bigint[])",
             run,
             ledger,
             suspect,

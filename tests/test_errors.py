@@ -32,6 +32,7 @@ EXAMPLES = [
     errors.RunKeyConflict("papers.extract", "monday"),
     errors.RunFailed("run 12 failed", progress={"failed": 3}),
     errors.WaitTimeout("run 12 is open after 5 s", progress={"pending": 3}),
+    errors.LimitTimeout(("llm",), 5.0, "limit llm is full: 2 of 2"),
     errors.InvalidValue("does not fit"),
     errors.InvalidItem("does not fit", position=3, key="p-17"),
     errors.ItemTooLarge(70_000, 65_536, position=3, key="p-17"),

@@ -425,6 +425,8 @@ class _World:
         self.dice = dice
         self.runs: list[int] = []
         self.held: list[tuple[int, Reply]] = []
+        self.ready: dict[int | None, Reply] = {}
+        """What slots keep ready, by epoch."""
         self.few = dice.randint(1, 4)
         self.tenant = dice.randint(1, 2)
 
@@ -485,15 +487,49 @@ class _World:
 
     def report(self, index: int) -> None:
         run, reply = self.held.pop(index)
+        if reply.verdict == "item" and reply.ahead and not reply.crashes and self.keep(run, reply):
+            return
         outcome = self.dice.choice(["succeeded"] * 4 + ["failed", "released", "returned"])
         columns: dict[str, Any] = {"wish": self.dice.choice(["next", "next", "slice", "end"])}
         if outcome == "released":
             columns["retry_in"] = self.dice.choice([0.0, 5.0, 50.0])
+        ready = self.ready.pop(reply.epoch, None)
         if reply.verdict != "item":
             (answer,) = self.p.report(run, 0, reply.entry(**columns))
         else:
-            (answer,) = self.p.report(run, 0, reply.entry(outcome, **columns))
-        self.took(run, answer)
+            if ready is not None:
+                columns["ahead"] = ready.position
+            entry = reply.entry(outcome, **columns)
+            (answer,) = self.p.report(run, 0, entry)
+            if self.dice.random() < 0.2:  # the reply is lost: sent again, the answer is the same
+                (again,) = self.p.report(run, 0, entry)
+                assert (again.verdict, again.position) == (answer.verdict, answer.position)
+        if ready is None:
+            self.took(run, answer)
+        elif answer.verdict in ("item", "last"):
+            self.held.append((run, ready))
+            if answer.verdict == "item":
+                self.ready[reply.epoch] = answer
+            if answer.freed:
+                pass_on(self.p, run)
+
+    def keep(self, run: int, reply: Reply) -> bool:
+        """Ask for an item to keep ready, or give it back; else it is time to report."""
+        ready = self.ready.get(reply.epoch)
+        if ready is None and self.dice.random() < 0.5:
+            (answer,) = self.p.report(run, 0, reply.entry(wish="ahead"))
+            if answer.verdict == "item":
+                self.ready[reply.epoch] = answer
+            elif answer.verdict == "lost":
+                return True
+        elif ready is not None and self.dice.random() < 0.2:
+            columns = [run, reply.slot, reply.epoch, ready.position]
+            if self.p.value("SELECT fanout_give_back_v1(%s, %s, %s, %s)", *columns):
+                del self.ready[reply.epoch]
+        else:
+            return False
+        self.held.append((run, reply))
+        return True
 
     def took(self, run: int, reply: Reply) -> None:
         if reply.verdict in ("item", "wait", "move"):
@@ -531,6 +567,13 @@ class _World:
             self.begin()
             while self.held:
                 run, reply = self.held.pop()
+                ready = self.ready.pop(reply.epoch, None)
+                if ready is not None:
+                    self.held.append((run, ready))
+                    entry = reply.entry("succeeded", wish="end", ahead=ready.position)
+                    (answer,) = self.p.report(run, 0, entry)
+                    assert answer.verdict in ("last", "lost", "ended"), answer
+                    continue
                 if reply.verdict == "item":
                     (answer,) = self.p.report(run, 0, reply.entry("succeeded"))
                 else:

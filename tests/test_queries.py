@@ -23,6 +23,7 @@ CALLS: list[Call[Any]] = [
     store.begin(1, 0, 1, token="x", ledger=None, suspect=False),
     store.report(1, 0, [ENTRY], suspect=False),
     store.pass_on(1),
+    store.give_back(HOLDING, 0),
     store.lines(),
     store.take_permit(
         [{"name": "x"}], key=None, holder=HOLDER, label="", run_id=None, position=None, lease=30.0

@@ -38,18 +38,22 @@ SELECT fanout_callback_end_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s,
 -- begin --
 -- Bind a job to its slot and hand it an item.
 SELECT slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,
-    wait_seconds, stop, freed
+    wait_seconds, stop, freed, ahead
 FROM fanout_begin_v1(
     %(run_id)s, %(slot)s, %(job_id)s, %(token)s::uuid, %(ledger)s::integer, %(suspect)s)
 
 -- report --
 -- Record outcomes and hand out the next items.
 SELECT slot, verdict, epoch, ledger, position, claim, failures, crashes, item_key, payload,
-    wait_seconds, stop, freed
+    wait_seconds, stop, freed, ahead
 FROM fanout_report_v1(%(run_id)s, %(ledger)s, false, %(suspect)s,
     %(slots)s::integer[], %(epochs)s::bigint[], %(wishes)s::text[], %(positions)s::bigint[],
     %(claims)s::bigint[], %(outcomes)s::text[], %(retry_ins)s::double precision[],
-    %(results)s::jsonb[], %(errors)s::jsonb[], %(sanitised)s::boolean[])
+    %(results)s::jsonb[], %(errors)s::jsonb[], %(sanitised)s::boolean[], %(aheads)s::bigint[])
+
+-- give_back --
+-- Give back an item that was kept ready and not begun.
+SELECT fanout_give_back_v1(%(run_id)s, %(slot)s, %(epoch)s, %(position)s) AS given
 
 -- renew --
 -- Renew the active slots of this process.
@@ -128,7 +132,8 @@ SELECT run_id, kind, subject, detail, repairable FROM fanout_audit_limits_v1()
 -- Whether a slot still holds an item under a claim. Index: fanout_slots_pkey.
 SELECT EXISTS (
     SELECT FROM fanout_slots WHERE run_id = %(run_id)s AND slot = %(slot)s AND epoch = %(epoch)s
-    AND active AND held = %(position)s AND held_claim = %(claim)s) AS mine
+    AND active AND (held = %(position)s AND held_claim = %(claim)s
+        OR ready = %(position)s AND ready_claim = %(claim)s)) AS mine
 
 -- sweep_plan --
 -- Find the runs on which a sweep has something to do.

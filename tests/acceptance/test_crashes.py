@@ -185,10 +185,11 @@ def test_a_job_delivered_again_changes_nothing(scene: Scene) -> None:
         "UPDATE procrastinate_jobs SET status = 'todo' WHERE id = ANY(%(ids)s) RETURNING id",
         ids=again,
     )
+    # What owns no slot may be cancelled by a sweep before a worker has it.
     wait_until(
         lambda: (
             {job["status"] for job in scene.jobs("work", run) if job["id"] in again}
-            == {"succeeded"}
+            <= {"succeeded", "cancelled"}
         ),
         timeout=30.0,
     )

@@ -1,5 +1,7 @@
 """Managers that stumble or die: their runs hold each item exactly once, or end with a reason."""
 
+import json
+
 import pytest
 from psycopg import Connection as Connected
 
@@ -118,6 +120,7 @@ def test_a_run_becomes_visible_with_its_transaction(scene: Scene) -> None:
     )
     with own.transaction(force_rollback=True):
         scripted.steps.configure(connection=own).defer(steps=steps, callback="")
-    assert not list(listened.notifies(timeout=1.0))
+    told = [json.loads(one.payload) for one in listened.notifies(timeout=1.0)]
+    assert {event.get("run") for event in told} <= {run.id}, "hints of the first run may be late"
     assert len(scene.query("SELECT id FROM fanout_runs")) == 1
     assert len(_own_jobs(scene)) == before

@@ -10,7 +10,7 @@ import pydantic
 
 from fanout_procrastinate import Backoff, FanOut, ItemContext, Limit, fanout_child
 from tests.apps import journal, scripted
-from tests.apps.limited import calling
+from tests.apps.limited import call_service
 
 QUEUE = "permitted"
 
@@ -37,8 +37,7 @@ class Call(pydantic.BaseModel):
 
 
 async def _call(call: Call) -> None:
-    async with calling(call.service):
-        await asyncio.sleep(call.seconds)
+    await call_service(call.service, call.seconds)
 
 
 @fanout_child(app, queue=QUEUE, pass_context=True, max_crashes=20)

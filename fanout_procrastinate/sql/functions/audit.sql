@@ -25,7 +25,7 @@ LANGUAGE sql STABLE AS $$
                     AND i.due IS NOT NULL)) AS odd
         FROM fanout_ledgers g WHERE run_id = r.id) l
     CROSS JOIN LATERAL (
-        SELECT count(held) AS held FROM fanout_slots WHERE run_id = r.id AND active) s
+        SELECT count(held) + count(ready) AS held FROM fanout_slots WHERE run_id = r.id AND active) s
     WHERE r.id = p_run
 $$;
 
@@ -387,7 +387,8 @@ BEGIN
                         WHEN v_closed THEN 'closed_unfinished'
                         WHEN p.nth >= v_cursors[p.ledger] THEN 'cursor'
                         WHEN NOT EXISTS (SELECT FROM fanout_slots s
-                            WHERE s.run_id = p_run AND s.held = i.position) THEN 'unheld'
+                            WHERE s.run_id = p_run AND i.position IN (s.held, s.ready))
+                            THEN 'unheld'
                         WHEN i.claim = 0 THEN 'state' END
                     WHEN i.status = 'pending' THEN CASE
                         WHEN v_stopped[p.ledger] THEN CASE WHEN i.position

@@ -433,6 +433,9 @@ $$;
 --   p_wishes:   next   another item
 --               slice  another item, unless somebody else's job is due in the queue
 --               end    no more
+--               ahead  one to keep ready behind the one in hand; nothing is reported
+--   p_aheads:   what the process has ready, and has begun with its report: it is in hand now, and
+--               the answer is the next one to keep ready, or the verdict `last`
 --   p_outcomes: succeeded, failed, released (a transient error: due again after p_retry_ins
 --               seconds), returned (released at no charge); null where nothing was in hand
 -- p_begin: called by begin, which holds the run already. Valid while the slot has this epoch and
@@ -442,7 +445,7 @@ CREATE OR REPLACE FUNCTION fanout_report_v1(
     p_run bigint, p_ledger integer, p_begin boolean, p_suspect boolean,
     p_slots integer[], p_epochs bigint[], p_wishes text[],
     p_positions bigint[], p_claims bigint[], p_outcomes text[], p_retry_ins double precision[],
-    p_results jsonb[], p_errors jsonb[], p_sanitised boolean[]
+    p_results jsonb[], p_errors jsonb[], p_sanitised boolean[], p_aheads bigint[]
 ) RETURNS SETOF fanout_reply_v1 LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off SET plan_cache_mode = force_generic_plan
@@ -465,6 +468,14 @@ DECLARE
     v_mine boolean[];
     v_held bigint[];
     v_held_claims bigint[];
+    v_ready bigint[];
+    -- Entries whose item is to be kept ready; those of them whose ready item is in hand now; those
+    -- that keep what they have; and what resent ones are given again.
+    v_ahead integer[] := '{}';
+    v_shifted integer[] := '{}';
+    v_kept integer[] := '{}';
+    v_again bigint[];
+    v_may_suspect boolean;
     v_last bigint[];
     v_last_claims bigint[];
     v_verdicts text[];
@@ -491,6 +502,7 @@ DECLARE
     v_rated boolean := false;
     v_first bigint;
     v_freed boolean;
+    v_keeps boolean;
     v_replies fanout_reply_v1[];
     v_reply fanout_reply_v1;
 BEGIN
@@ -514,7 +526,7 @@ BEGIN
         FOR i IN 1 .. n LOOP
             RETURN NEXT (p_slots[i], CASE WHEN p_outcomes[i] IS NULL THEN 'ended' ELSE 'lost' END,
                 p_epochs[i], p_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL, false,
-                false)::fanout_reply_v1;
+                false, false)::fanout_reply_v1;
         END LOOP;
         RETURN;
     END IF;
@@ -546,11 +558,11 @@ BEGIN
     END IF;
     SELECT array_agg(s.slot IS NOT NULL ORDER BY u.i), array_agg(s.held ORDER BY u.i),
         array_agg(s.held_claim ORDER BY u.i), array_agg(s.last_position ORDER BY u.i),
-        array_agg(s.last_claim ORDER BY u.i)
-    INTO v_mine, v_held, v_held_claims, v_last, v_last_claims
+        array_agg(s.last_claim ORDER BY u.i), array_agg(s.ready ORDER BY u.i)
+    INTO v_mine, v_held, v_held_claims, v_last, v_last_claims, v_ready
     FROM unnest(p_slots, p_epochs) WITH ORDINALITY u (slot, epoch, i)
     LEFT JOIN (
-        SELECT slot, epoch, held, held_claim, last_position, last_claim FROM fanout_slots
+        SELECT slot, epoch, held, held_claim, last_position, last_claim, ready FROM fanout_slots
         WHERE run_id = p_run AND slot = ANY (p_slots) AND active ORDER BY slot FOR UPDATE
     ) s ON s.slot = u.slot AND s.epoch = u.epoch;
     v_now := clock_timestamp();
@@ -558,10 +570,28 @@ BEGIN
 
     -- Judge each entry.
     v_verdicts := array_fill('lost'::text, ARRAY[n]);
+    v_again := v_held;
     FOR i IN 1 .. n LOOP
         IF v_mine[i] AND p_outcomes[i] IS NOT NULL
                 AND v_held[i] = p_positions[i] AND v_held_claims[i] = p_claims[i] THEN
             v_recorded := v_recorded || i;
+            IF v_ready[i] = p_aheads[i] THEN
+                v_shifted := v_shifted || i;
+                v_ahead := v_ahead || i;
+            END IF;
+        ELSIF v_mine[i] AND p_wishes[i] = 'ahead' AND v_held[i] IS NOT NULL
+                OR v_mine[i] AND p_aheads[i] = v_held[i] THEN
+            -- One to keep ready; or a report sent again, since which what was ready is in hand.
+            IF v_ready[i] IS NOT NULL THEN
+                v_again[i] := v_ready[i];
+                v_resent := v_resent || i;
+            ELSIF p_wishes[i] = 'ahead' THEN
+                v_ahead := v_ahead || i;
+                v_want := v_want || i;
+            ELSE
+                v_kept := v_kept || i;
+                v_verdicts[i] := 'last';
+            END IF;
         ELSIF v_mine[i] AND (p_outcomes[i] IS NULL
                 OR v_last[i] = p_positions[i] AND v_last_claims[i] = p_claims[i]) THEN
             -- A pull, or a report sent again whose first sending was recorded: the slot goes on
@@ -638,7 +668,13 @@ BEGIN
 
     -- Who wants another item, and may have one?
     FOR i IN 1 .. n LOOP
-        IF i = ANY (v_want) AND (v_blocked OR p_wishes[i] = 'end' OR r.surplus > 0
+        IF i = ANY (v_want) AND i = ANY (v_ahead) THEN
+            IF v_blocked OR p_wishes[i] = 'end' OR r.surplus > 0
+                    OR p_wishes[i] = 'slice' AND v_yield THEN
+                v_verdicts[i] := 'last';
+                v_want := array_remove(v_want, i);
+            END IF;
+        ELSIF i = ANY (v_want) AND (v_blocked OR p_wishes[i] = 'end' OR r.surplus > 0
                 OR p_wishes[i] = 'slice' AND v_yield) THEN
             IF r.surplus > 0 THEN
                 r.surplus := r.surplus - 1;
@@ -653,13 +689,16 @@ BEGIN
         FROM fanout_starts_v1(p_run, r.limits, r.key_limit, v_want, p_slots,
             led.cursor < led.size OR led.waiting > 0);
     END IF;
+    -- A suspect is never kept ready: it must be known who works on it.
+    v_want := ARRAY(SELECT i FROM unnest(v_want) i ORDER BY i = ANY (v_ahead), i);
+    v_may_suspect := p_suspect AND cardinality(v_want) > 0 AND NOT v_want[1] = ANY (v_ahead);
     v_take := cardinality(v_want);
 
     -- In a run with keys: of the lanes that have room, in turn.
     IF v_take > 0 AND r.key_limit IS NOT NULL THEN
         PERFORM fanout_lock_limits_v1(r.limits, r.key_limit);
         SELECT positions, ended_at INTO v_positions, led.lane
-        FROM fanout_lane_items_v1(p_run, r.key_limit, v_take, led.lane, p_suspect,
+        FROM fanout_lane_items_v1(p_run, r.key_limit, v_take, led.lane, v_may_suspect,
             ARRAY(SELECT p_slots[i] FROM unnest(v_want || v_ended || v_held_back) i));
         led.waiting := led.waiting - cardinality(v_positions);
         v_take := 0;
@@ -671,19 +710,19 @@ BEGIN
         SELECT array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes = 0),
             (array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes > 0))[1],
             (array_agg(d.position ORDER BY d.due) FILTER (WHERE d.crashes > 0 AND d.due <= v_now))
-                [CASE WHEN p_suspect THEN 2 ELSE 1 END :]
+                [CASE WHEN v_may_suspect THEN 2 ELSE 1 END :]
         INTO v_positions, v_suspect, v_skipped
         FROM (
             SELECT position, crashes, due FROM fanout_items
             WHERE run_id = p_run AND ledger = p_ledger
                 -- Who may take a suspect also takes one that was only put off.
-                AND due <= v_now + CASE WHEN p_suspect THEN interval '1 second'
+                AND due <= v_now + CASE WHEN v_may_suspect THEN interval '1 second'
                     ELSE interval '0' END
                 AND (due <= v_now OR crashes > 0 AND failures = 0)
             ORDER BY due LIMIT v_take + 32
         ) d;
         v_positions := coalesce(v_positions, '{}');
-        IF p_suspect AND v_suspect IS NOT NULL THEN
+        IF v_may_suspect AND v_suspect IS NOT NULL THEN
             v_positions := v_suspect || v_positions;
         END IF;
         v_positions := v_positions[1 : v_take];
@@ -722,8 +761,8 @@ BEGIN
             RETURNING h.i, t.position, t.claim, t.failures, t.crashes, t.item_key, t.payload
         )
         SELECT array_agg((p_slots[h.i], 'item', p_epochs[h.i], p_ledger, h.position, h.claim,
-            h.failures, h.crashes, h.item_key, h.payload::text, NULL, false, false
-            )::fanout_reply_v1),
+            h.failures, h.crashes, h.item_key, h.payload::text, NULL, false, false,
+            false)::fanout_reply_v1),
             array_agg(h.i), count(*) FILTER (WHERE h.claim = 1)
         INTO v_replies, v_applied, v_first FROM handed h;
         IF r.key_limit IS NOT NULL THEN
@@ -742,7 +781,12 @@ BEGIN
     WHERE run_id = p_run AND ledger = p_ledger;
 
     -- Who got nothing? Another ledger, an item due soon, or the end.
-    v_want := ARRAY(SELECT i FROM unnest(v_want) i WHERE v_verdicts[i] <> 'item');
+    FOR i IN 1 .. n LOOP
+        IF i = ANY (v_want) AND i = ANY (v_ahead) AND v_verdicts[i] <> 'item' THEN
+            v_verdicts[i] := 'last';
+        END IF;
+    END LOOP;
+    v_want := ARRAY(SELECT i FROM unnest(v_want) i WHERE v_verdicts[i] NOT IN ('item', 'last'));
     IF cardinality(v_want) > 0 THEN
         v_hint := CASE WHEN led.cursor < led.size THEN p_ledger
             ELSE fanout_next_ledger_v1(p_run, p_ledger + 1) END;
@@ -779,7 +823,9 @@ BEGIN
 
     FOR k IN 1 .. cardinality(v_held_back) LOOP
         -- A start too far away to wait for it in place: the place is given back.
-        IF v_reserved[v_held_back[k]] IS NULL THEN
+        IF v_held_back[k] = ANY (v_ahead) THEN
+            v_verdicts[v_held_back[k]] := 'last';
+        ELSIF v_reserved[v_held_back[k]] IS NULL THEN
             v_verdicts[v_held_back[k]] := 'ended';
             v_ended := v_ended || v_held_back[k];
         ELSE
@@ -806,8 +852,12 @@ BEGIN
         END IF;
         -- What each slot has in hand now, and what it recorded last.
         UPDATE fanout_slots s
-        SET held = CASE WHEN e.resent THEN s.held ELSE h.position END,
-            held_claim = CASE WHEN e.resent THEN s.held_claim ELSE h.claim END,
+        SET held = CASE WHEN e.resent OR e.ahead AND NOT e.shifted THEN s.held
+                WHEN e.shifted THEN s.ready ELSE h.position END,
+            held_claim = CASE WHEN e.resent OR e.ahead AND NOT e.shifted THEN s.held_claim
+                WHEN e.shifted THEN s.ready_claim ELSE h.claim END,
+            ready = CASE WHEN e.resent THEN s.ready WHEN e.ahead THEN h.position END,
+            ready_claim = CASE WHEN e.resent THEN s.ready_claim WHEN e.ahead THEN h.claim END,
             seen_at = v_now, suspect_since = NULL,
             last_position = coalesce(e.recorded_position, s.last_position),
             last_claim = coalesce(e.recorded_claim, s.last_claim),
@@ -816,12 +866,13 @@ BEGIN
                 ELSE (SELECT t.lane FROM fanout_items t
                     WHERE t.run_id = p_run AND t.position = h.position) END
         FROM (
-            SELECT i, p_slots[i] AS slot, i = ANY (v_resent) AS resent,
+            SELECT i, p_slots[i] AS slot, i = ANY (v_resent || v_kept) AS resent,
+                i = ANY (v_ahead) AS ahead, i = ANY (v_shifted) AS shifted,
                 CASE WHEN i = ANY (v_counted) THEN p_positions[i] END AS recorded_position,
                 CASE WHEN i = ANY (v_counted) THEN p_claims[i] END AS recorded_claim
             FROM generate_series(1, n) i
             WHERE i = ANY (v_recorded) OR i = ANY (v_resent)
-                OR v_verdicts[i] IN ('item', 'wait', 'move')
+                OR v_verdicts[i] IN ('item', 'wait', 'move', 'last')
         ) e
         LEFT JOIN unnest(v_replies) h ON h.slot = e.slot
         WHERE s.run_id = p_run AND s.slot = e.slot AND s.epoch = p_epochs[e.i];
@@ -838,18 +889,21 @@ BEGIN
         OR r.key_limit IS NOT NULL AND cardinality(v_counted) > 0 AND EXISTS (
             SELECT FROM fanout_runs o WHERE o.key_limit = r.key_limit
                 AND o.status = 'processing' AND o.id <> p_run);
+    -- Where how many at once is limited, the time of a report would be lost for the limit.
+    v_keeps := r.limits IS NOT NULL AND r.key_limit IS NULL AND v_rated IS NOT TRUE;
     FOREACH v_reply IN ARRAY coalesce(v_replies, '{}') LOOP
         v_reply.stop := v_stop;
         v_reply.freed := v_freed;
+        v_reply.ahead := v_keeps;
         RETURN NEXT v_reply;
     END LOOP;
     IF cardinality(v_resent) > 0 THEN
         RETURN QUERY SELECT p_slots[e.i], 'item'::text, p_epochs[e.i], p_ledger, t.position,
             t.claim, t.failures, t.crashes, t.item_key, t.payload::text, NULL::double precision,
-            v_stop, v_freed
+            v_stop, v_freed, v_keeps
         FROM unnest(v_resent) e (i)
         CROSS JOIN LATERAL (
-            SELECT * FROM fanout_items WHERE run_id = p_run AND position = v_held[e.i] OFFSET 0
+            SELECT * FROM fanout_items WHERE run_id = p_run AND position = v_again[e.i] OFFSET 0
         ) t;
     END IF;
     FOR i IN 1 .. n LOOP
@@ -860,7 +914,7 @@ BEGIN
                         extract(epoch FROM v_reserved[i] - clock_timestamp()), 0), 1)
                 WHEN v_verdicts[i] = 'wait'
                 THEN least(greatest(extract(epoch FROM v_dues[1] - clock_timestamp()), 0.05), 1)
-                END, v_stop, v_freed
+                END, v_stop, v_freed, v_keeps
                 )::fanout_reply_v1;
         END IF;
     END LOOP;
@@ -894,7 +948,7 @@ BEGIN
             p_run, v_ledger, false, p_suspect,
             ARRAY[p_slot], ARRAY[s.epoch], ARRAY['next'], ARRAY[NULL::bigint], ARRAY[NULL::bigint],
             ARRAY[NULL::text], ARRAY[NULL::double precision], ARRAY[NULL::jsonb],
-            ARRAY[NULL::jsonb], ARRAY[NULL::boolean]);
+            ARRAY[NULL::jsonb], ARRAY[NULL::boolean], ARRAY[NULL::bigint]);
         RETURN;
     END IF;
     v_ledger := coalesce(fanout_next_ledger_v1(p_run, coalesce(p_ledger, 0)), 0);
@@ -908,7 +962,7 @@ BEGIN
     IF NOT coalesce(v_mine, false) THEN
         PERFORM fanout_top_up_v1(p_run);
         RETURN NEXT (p_slot, 'ended', NULL, v_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-            false, false)::fanout_reply_v1;
+            false, false, false)::fanout_reply_v1;
         RETURN;
     END IF;
     IF r.status <> 'processing' OR r.paused OR r.closing IS NOT NULL
@@ -919,7 +973,7 @@ BEGIN
             PERFORM fanout_top_up_v1(p_run);
         END IF;
         RETURN NEXT (p_slot, 'ended', NULL, v_ledger, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-            false, r.limits IS NOT NULL)::fanout_reply_v1;
+            false, r.limits IS NOT NULL, false)::fanout_reply_v1;
         RETURN;
     END IF;
     v_epoch := nextval('fanout_epochs');
@@ -931,6 +985,63 @@ BEGIN
         p_run, v_ledger, true, p_suspect,
         ARRAY[p_slot], ARRAY[v_epoch], ARRAY['next'], ARRAY[NULL::bigint], ARRAY[NULL::bigint],
         ARRAY[NULL::text], ARRAY[NULL::double precision], ARRAY[NULL::jsonb], ARRAY[NULL::jsonb],
-        ARRAY[NULL::boolean]);
+        ARRAY[NULL::boolean], ARRAY[NULL::bigint]);
+END;
+$$;
+
+-- Gives back, at no charge, what a slot keeps ready, for the item in hand takes longer than thought.
+-- Answers whether it was still there; else it is in hand already, or the slot is somebody else's.
+CREATE OR REPLACE FUNCTION fanout_give_back_v1(
+    p_run bigint, p_slot integer, p_epoch bigint, p_position bigint
+) RETURNS boolean LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET jit = off
+AS $$
+DECLARE
+    r record;
+    s record;
+BEGIN
+    SELECT ledgers INTO r FROM fanout_runs WHERE id = p_run;
+    PERFORM FROM fanout_ledgers
+    WHERE run_id = p_run AND ledger = p_position % r.ledgers FOR NO KEY UPDATE;
+    SELECT status, closing, ledgers INTO r FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
+    UPDATE fanout_slots SET ready = NULL, ready_claim = NULL
+    WHERE run_id = p_run AND slot = p_slot AND epoch = p_epoch AND active AND ready = p_position;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    PERFORM fanout_put_back_v1(p_run, p_position, r.closing IS NOT NULL, 0);
+    IF r.closing IS NULL THEN
+        PERFORM fanout_top_up_v1(p_run);
+    END IF;
+    RETURN true;
+END;
+$$;
+
+-- Releases an item that is handed out and was not begun, or cancels it where its run is stopped.
+-- The caller holds its ledger and the run.
+CREATE OR REPLACE FUNCTION fanout_put_back_v1(
+    p_run bigint, p_position bigint, p_cancel boolean, p_crashes integer
+) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    v_ledgers integer;
+BEGIN
+    SELECT ledgers INTO v_ledgers FROM fanout_runs WHERE id = p_run;
+    UPDATE fanout_items
+    SET status = CASE WHEN p_cancel THEN 'cancelled' ELSE 'pending' END, claim = claim + 1,
+        crashes = crashes + p_crashes, ledger = p_position % v_ledgers,
+        due = CASE WHEN NOT p_cancel THEN clock_timestamp() END,
+        finished_at = CASE WHEN p_cancel THEN clock_timestamp() END
+    WHERE run_id = p_run AND position = p_position AND status = 'processing';
+    IF FOUND THEN
+        UPDATE fanout_ledgers
+        SET waiting = waiting + (NOT p_cancel)::integer, cancelled = cancelled + p_cancel::integer,
+            open = open AND succeeded + failed + cancelled + p_cancel::integer < size,
+            updated_at = clock_timestamp()
+        WHERE run_id = p_run AND ledger = p_position % v_ledgers;
+        UPDATE fanout_runs SET open_ledgers = (
+            SELECT count(*) FROM fanout_ledgers WHERE run_id = p_run AND open)
+        WHERE id = p_run AND p_cancel;
+    END IF;
 END;
 $$;

@@ -114,7 +114,8 @@ BEGIN
                 count(*) FILTER (WHERE open) AS open, count(*) AS ledgers
             FROM fanout_ledgers g WHERE run_id = r.id) l
         CROSS JOIN LATERAL (
-            SELECT count(held) AS held FROM fanout_slots WHERE run_id = r.id AND active) s
+            SELECT count(held) + count(ready) AS held FROM fanout_slots
+            WHERE run_id = r.id AND active) s
         WHERE r.status = 'processing' AND (l.working <> s.held OR l.odd
             OR l.open <> r.open_ledgers OR l.open = 0 OR l.ledgers <> r.ledgers
             OR l.size <> r.total)
@@ -180,6 +181,10 @@ BEGIN
     DELETE FROM fanout_slots WHERE run_id = p_run AND slot = p_slot RETURNING * INTO s;
     SELECT closing, ledgers, max_crashes INTO r FROM fanout_runs WHERE id = p_run;
     PERFORM fanout_fail_job_v1(s.job_id);
+    IF s.ready IS NOT NULL THEN
+        -- Perhaps it was begun, and its predecessor's report lost with the process: a suspect too.
+        PERFORM fanout_put_back_v1(p_run, s.ready, r.closing IS NOT NULL, 1);
+    END IF;
     IF s.held IS NULL THEN
         RETURN v_outcome;
     END IF;
@@ -237,7 +242,8 @@ BEGIN
         claim = t.claim + 1, ledger = t.position % r.ledgers
     WHERE t.run_id = p_run AND t.status = 'processing' AND NOT EXISTS (
         SELECT FROM fanout_slots s
-        WHERE s.run_id = p_run AND s.active AND s.held = t.position AND s.held_claim = t.claim);
+        WHERE s.run_id = p_run AND s.active AND (s.held = t.position AND s.held_claim = t.claim
+            OR s.ready = t.position AND s.ready_claim = t.claim));
     GET DIAGNOSTICS v_orphans = ROW_COUNT;
     -- The cursor stands behind the last item that was ever handed out; what is pending before it
     -- without a due time, or in another ledger's index, would be found by nobody.
@@ -382,7 +388,8 @@ BEGIN
     IF r.status = 'processing' THEN
         SELECT sum(cursor - waiting - succeeded - failed - cancelled) INTO v_count
         FROM fanout_ledgers WHERE run_id = p_run;
-        IF v_count <> (SELECT count(held) FROM fanout_slots WHERE run_id = p_run AND active)
+        IF v_count <> (SELECT count(held) + count(ready) FROM fanout_slots
+                    WHERE run_id = p_run AND active)
                 OR r.total <> (SELECT sum(size) FROM fanout_ledgers WHERE run_id = p_run)
                 OR EXISTS (SELECT FROM fanout_ledgers g WHERE run_id = p_run AND (cursor > size
                     OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i

@@ -79,6 +79,9 @@ CREATE INDEX fanout_items_lane_idx ON fanout_items (run_id, lane, due)
     WHERE due IS NOT NULL AND lane IS NOT NULL;
 
 ALTER TABLE fanout_slots
+    -- The item that its process has begun to keep ready, for a short while, behind the one in hand.
+    ADD COLUMN ready bigint,
+    ADD COLUMN ready_claim bigint,
     -- The lane of the item in hand.
     ADD COLUMN lane integer,
     -- The start that is kept for it by a rate.
@@ -86,3 +89,5 @@ ALTER TABLE fanout_slots
 
 -- A place of a limit became free: pass it on.
 ALTER TYPE fanout_reply_v1 ADD ATTRIBUTE freed boolean;
+-- Its process may keep one more item ready while it works on this one.
+ALTER TYPE fanout_reply_v1 ADD ATTRIBUTE ahead boolean;
