@@ -812,7 +812,8 @@ class World:
         gone = {
             number: slot
             for number, slot in run.slots.items()
-            if self._silent(slots[number]) and self._looked_at(slots[number]["suspect_since"])
+            # A slot by four fifths of the lease already: its item goes on within it.
+            if self._silent(slots[number], 0.8) and self._looked_at(slots[number]["suspect_since"])
         }
         failed = [self._rescue(run, number, slot) for number, slot in gone.items()]
         if run.status == "processing" and any(failed) and run.intolerable and not run.closing:
@@ -825,8 +826,8 @@ class World:
             self._swept_manager(run, before)
         self._swept_callbacks(run, callbacks)
 
-    def _silent(self, row: Row) -> bool:
-        return bool(row["seen_at"] < self.now - datetime.timedelta(seconds=LEASE))
+    def _silent(self, row: Row, share: float = 1.0) -> bool:
+        return bool(row["seen_at"] < self.now - datetime.timedelta(seconds=LEASE * share))
 
     def _looked_at(self, suspect_since: datetime.datetime | None) -> bool:
         second = self.now - datetime.timedelta(seconds=LEASE / 3)

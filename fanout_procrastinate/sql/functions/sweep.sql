@@ -334,15 +334,16 @@ BEGIN
         END IF;
     END IF;
 
-    -- Silent slots: marked once half a lease is over, which is a renewal missed; rescued when the
-    -- lease is, if they were seen marked for a third of it.
+    -- Silent slots: marked once half a lease is over, which is a renewal missed; rescued when four
+    -- fifths are, if they were seen marked for a third of it: what they held goes on within a lease.
     FOR s IN SELECT slot, seen_at, suspect_since FROM fanout_slots
         WHERE run_id = p_run AND active
             AND seen_at < v_now - make_interval(secs => p_lease / 2) ORDER BY slot LOOP
         IF s.suspect_since IS NULL THEN
             UPDATE fanout_slots SET suspect_since = v_now WHERE run_id = p_run AND slot = s.slot;
             v_outcome := 'marked';
-        ELSIF s.suspect_since > v_second OR s.seen_at >= v_silent THEN
+        ELSIF s.suspect_since > v_second
+                OR s.seen_at >= v_now - make_interval(secs => p_lease * 0.8) THEN
             CONTINUE;
         ELSE
             -- One that cannot be rescued keeps nobody else from it.
