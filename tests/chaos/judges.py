@@ -202,7 +202,7 @@ def nobody_is_charged_for_nothing(record: Record) -> Findings:
     A worker that ends in good order gives back what it holds, at no charge.
     """
     for row in record.rescues_from_the_well():
-        ended = row["at"].timestamp()
+        ended = row["held_until"]
         began = ended - 2.5 * record.lease
         if sum(span.silence(began, ended) for span in record.spans) < record.lease / 2:
             yield f"{_named(row)} was taken from a worker that was well: {row}"

@@ -94,8 +94,10 @@ class Record:
         found = []
         for row in self.rescues():
             holder = holders.get((row["run_id"], row["position"], row["claim"] - 1))
-            if holder is not None and holder.well_at(row["at"].timestamp()):
-                found.append(row)
+            at = row["at"].timestamp()
+            if holder is not None and holder.well_at(at):
+                # What it could not give back was lost to the faults before its own end.
+                found.append(row | {"held_until": min(at, holder.ended or at)})
         return found
 
     def figures(self) -> Counter[str]:
