@@ -139,7 +139,7 @@ class Slot:
     item: context.ItemContext | None = None
     slice_ends: float = 0.0
     quick: float | None = None
-    kept: models.Reply | None = None
+    told_end: bool = False
 
     async def serve(self) -> None:
         """Work on items until the slot is over."""
@@ -198,13 +198,21 @@ class Slot:
         question = self._report(reply.ledger, {"wish": "ahead"})
         while True:
             ended = asyncio.Event()
+            pauses = self.runtime.permits.pauses
             keeping = asyncio.create_task(self._keep(question, ended), name="fanout-ahead")
             columns = await self._worked_or_not(reply)
             ended.set()
-            ready = self.kept or await self._settled(keeping)
-            if ready is self.kept:
-                self.kept = None
-                keeping.cancel()
+            try:
+                ready = await self._settled(keeping)
+                if ready.verdict == "item" and self.runtime.permits.pauses != pauses:
+                    ready = await self._give_back(ready)
+            except errors.DatabaseError as exc:
+                # Nothing is known to be ready; the outcome is reported all the same.
+                extra = {"run_id": self.reporter.run_id, "exception": str(exc)}
+                logger.warning(
+                    "No item kept ready: %s", exc, extra={"action": "ahead_failed", **extra}
+                )
+                ready = dataclasses.replace(reply, verdict="last")
             if self.lost or ready.verdict == "lost":
                 return dataclasses.replace(reply, verdict="lost")
             columns |= {"position": reply.position, "claim": reply.claim}
@@ -227,26 +235,35 @@ class Slot:
         ready = await question
         if ready.verdict != "item" or ready.position is None or self.hold is None:
             return ready
-        self.kept = ready
         try:
             async with asyncio.timeout(_KEPT_SECONDS):
                 await ended.wait()
         except TimeoutError:
-            self.kept = None
-            assert self.hold.holding is not None  # noqa: S101 - it is a slot's
-            call = store.give_back(self.hold.holding, ready.position)
-            run = self.runtime.database.run_async
-            await reporter.until_known(run, call, self.reporter.run_id)
-            return dataclasses.replace(ready, verdict="last")
+            return await self._give_back(ready)
         return ready
 
+    async def _give_back(self, ready: models.Reply) -> models.Reply:
+        """Give back what is ready, at no charge."""
+        assert self.hold is not None and self.hold.holding is not None  # noqa: S101 - a slot's
+        call = store.give_back(self.hold.holding, ready.position or 0)
+        run = self.runtime.database.run_async
+        await reporter.until_known(run, call, self.reporter.run_id)
+        return dataclasses.replace(ready, verdict="last")
+
     async def _settled(self, task: asyncio.Task[models.Reply]) -> models.Reply:
-        """Wait for an answer even when cancelled meanwhile."""
-        while not task.done():
+        """Wait for an answer even when cancelled meanwhile, but then not for ever."""
+        while not task.done() and not self.cancelled:
             try:
                 await asyncio.wait({task})
             except asyncio.CancelledError:
                 self.cancelled = True
+        if not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task}, timeout=_LAST_ANSWER_SECONDS)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
+            raise asyncio.CancelledError
         return task.result()
 
     async def _worked_or_not(self, reply: models.Reply) -> dict[str, Any]:
@@ -360,13 +377,15 @@ class Slot:
 
     def _ending(self) -> bool:
         thread_stuck = self.current is not None and self.current.thread_stuck()
-        return self.cancelled or thread_stuck or worker_stops()
+        return self.cancelled or self.told_end or thread_stuck or worker_stops()
 
     def _told_by(self, loop: asyncio.AbstractEventLoop) -> Callable[[str], None]:
         def told(verdict: str) -> None:
             # From the keeper's thread: a blocked loop must not hide it from the child.
             if self.item is not None:
                 self.item._told(verdict)
+            # Its run is being stopped: no other item is begun, not even one that is ready.
+            self.told_end = True
             if verdict in ("lost", "abort"):
                 self.lost = self.lost or verdict == "lost"
                 with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -430,6 +430,8 @@ class Permits:
         self._database = own
         self.hub = listening
         self._lease = lease
+        self.pauses = 0
+        """How often a limit was paused from here."""
         self._lock = threading.Lock()
         self._holding: dict[str, Renewable] = {}
         self._wakes: dict[str, Callable[[], None]] = {}
@@ -502,10 +504,12 @@ class Permits:
 
     def pause(self, limit: limits.Limit, seconds: float) -> None:
         """Let nothing begin with a limit for so long."""
+        self.pauses += 1
         self.run(store.pause_limit(limit.spec(), seconds))
 
     async def pause_async(self, limit: limits.Limit, seconds: float) -> None:
         """Let nothing begin with a limit for so long."""
+        self.pauses += 1
         await self.run_async(store.pause_limit(limit.spec(), seconds))
 
     def _unwatch(self, permit: Renewable) -> None:

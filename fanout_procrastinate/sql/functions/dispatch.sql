@@ -47,9 +47,11 @@ LANGUAGE sql STABLE AS $$
         'run_id', r.id, 'name', r.name, 'status', r.status, 'paused', r.paused,
         'closing', r.closing, 'reason', r.reason, 'generation', r.generation,
         'total', r.total, 'staged', r.staged, 'duplicates', r.duplicates,
-        'pending', CASE WHEN r.total IS NULL THEN r.staged ELSE s.unclaimed + s.waiting END,
+        -- What a slot keeps ready is not at work yet.
+        'pending', CASE WHEN r.total IS NULL THEN r.staged ELSE s.unclaimed + s.waiting + k.ready
+            END,
         'waiting', s.waiting - s.fresh,
-        'processing', s.claimed - s.waiting - s.succeeded - s.failed - s.cancelled,
+        'processing', s.claimed - s.waiting - s.succeeded - s.failed - s.cancelled - k.ready,
         'succeeded', s.succeeded, 'failed', s.failed, 'cancelled', s.cancelled,
         'rate', CASE WHEN r.closed_at IS NOT NULL
             THEN (s.succeeded + s.failed - r.done_before)
@@ -74,6 +76,10 @@ LANGUAGE sql STABLE AS $$
             max(updated_at) AS updated_at
         FROM fanout_ledgers WHERE run_id = r.id
     ) s
+    CROSS JOIN LATERAL (
+        SELECT count(ready) AS ready FROM fanout_slots
+        WHERE run_id = r.id AND r.limits IS NOT NULL
+    ) k
     WHERE r.id = p_run
 $$;
 
@@ -771,6 +777,18 @@ BEGIN
         FOR k IN 1 .. coalesce(cardinality(v_applied), 0) LOOP
             v_verdicts[v_applied[k]] := 'item';
         END LOOP;
+    END IF;
+
+    IF cardinality(v_shifted) > 0 THEN
+        -- What was ready begins now.
+        UPDATE fanout_items t SET started_at = v_now
+        FROM (
+            SELECT found.ctid AS tid FROM unnest(v_shifted) i
+            CROSS JOIN LATERAL (
+                SELECT ctid FROM fanout_items
+                WHERE run_id = p_run AND position = v_ready[i] OFFSET 0) found
+        ) o
+        WHERE t.ctid = o.tid AND t.status = 'processing';
     END IF;
 
     UPDATE fanout_ledgers
