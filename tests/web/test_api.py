@@ -170,6 +170,7 @@ async def test_slots_say_what_they_work_on(
     run = await declared.configure(max_in_flight=2).defer_async(count=3)
     async with working(app):
         await finished(run)
+    await FanOut.of(app).runtime().close()  # it would sweep what follows away
     conn.execute(
         "INSERT INTO fanout_slots (run_id, slot, job_id, active, held) VALUES"
         " (%(run)s, 0, 9007199254741003, true, 1), (%(run)s, 1, 7, false, NULL)",
