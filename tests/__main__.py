@@ -15,13 +15,13 @@ from tests import installations
 ROOT = Path(__file__).parent.parent
 VERSIONS = (18, 15)
 NO_TEST_RAN = 5
+ALONE = "alone"
 PARTS: Mapping[str, Sequence[str]] = {
     # Most of them wait for something most of the time.
     "beside each other": ("-m", "not acceptance", "-n", str(2 * (os.cpu_count() or 1))),
     # Real worker processes: few at once, for what they prove has limits of time.
     "with workers": ("-m", "acceptance and not measured", "-n", str(os.cpu_count() or 1)),
-    # They measure.
-    "alone": ("-m", "measured"),
+    ALONE: ("-m", "measured"),
 }
 
 
@@ -67,7 +67,8 @@ def _run(
     print(
         f"\nTests {part}, on " + (f"PostgreSQL {where}" if where else "FANOUT_TEST_DSN"), flush=True
     )
-    coverage = ["-m", "coverage", "run"] if measured else []
+    # What measures is not slowed down by it.
+    coverage = ["-m", "coverage", "run"] if measured and part != ALONE else []
     return _call([*coverage, "-m", "pytest", "-q", *options, *arguments], environment)
 
 
