@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fanout_procrastinate import models, subscriptions
+from fanout_procrastinate import durations, models, subscriptions
 
 _LONGEST_KEY = 40
 _LONGEST_MESSAGE = 200
 _LONGEST_RESULT = 60
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+duration = durations.duration
 
 Fields = Iterator[tuple[str, object]]
 
@@ -29,25 +29,6 @@ def cut(text: object, length: int) -> str:
 def compact(value: Any, length: int) -> str:
     """Return JSON on one line, cut."""
     return cut(json.dumps(value, ensure_ascii=False), length)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words, as exact as a person needs.
-
-    Example:
-        >>> duration(0.42), duration(42), duration(3723)
-        ('0.4 s', '42 s', '1 h 02 min')
-    """
-    if seconds < 9.95:
-        return f"{max(seconds, 0.0):.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02} h"
 
 
 def moment(when: datetime.datetime | None) -> str:

@@ -8,29 +8,14 @@ from typing import Any
 
 import markupsafe
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+from fanout_procrastinate import durations
+
 _LONGEST_JSON = 100_000
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds in words, as exact as a person needs.
-
-    Example:
-        >>> duration(0.42), duration(42), duration(3723)
-        ('0.4 s', '42 s', '1 h 02 min')
-    """
-    if seconds is None:
-        return ""
-    if seconds < 9.95:
-        return f"{max(seconds, 0.0):.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02} h"
+    """Return seconds in words; nothing for `None`."""
+    return "" if seconds is None else durations.duration(seconds)
 
 
 def took(begun: datetime.datetime | None, ended: datetime.datetime | None) -> str:
