@@ -1017,12 +1017,11 @@ SET enable_mergejoin = off SET jit = off
 AS $$
 DECLARE
     r record;
-    s record;
 BEGIN
     SELECT ledgers INTO r FROM fanout_runs WHERE id = p_run;
     PERFORM FROM fanout_ledgers
     WHERE run_id = p_run AND ledger = p_position % r.ledgers FOR NO KEY UPDATE;
-    SELECT status, closing, ledgers INTO r FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
+    SELECT closing INTO r FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
     UPDATE fanout_slots SET ready = NULL, ready_claim = NULL
     WHERE run_id = p_run AND slot = p_slot AND epoch = p_epoch AND active AND ready = p_position;
     IF NOT FOUND THEN
