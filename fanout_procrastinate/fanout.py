@@ -311,6 +311,14 @@ class FanOut(limit_control.LimitControl):
                 self._runtimes[loop] = found
             return found
 
+    def _attend_worker(self) -> None:
+        """Sweep from its start on in a process whose worker asks for what is to be done when."""
+        if not host.in_a_loop() or not host.is_open(self.app.connector):
+            return
+        worker = asyncio.current_task()
+        if worker is not None:
+            self.runtime().attend(worker)
+
     def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             self._runtimes.pop(loop, None)
@@ -402,6 +410,9 @@ class _SweepRegistry(periodic.PeriodicRegistry):
                         "queueing_lock": f"fanout_sweep:{queue}",
                     },
                 )
+        if queues:
+            # There is no hook at a worker's start; but each asks this, and nobody else does.
+            self._fanout._attend_worker()
         return self._tasks
 
 

@@ -122,7 +122,7 @@ class Host:
     def _sync_connector(self) -> Any:
         found = self.app.connector.get_sync_connector()
         _check_database(found)
-        if isinstance(found, procrastinate.PsycopgConnector) and _in_a_loop():
+        if isinstance(found, procrastinate.PsycopgConnector) and in_a_loop():
             raise errors.ConfigurationError(
                 "an event loop runs in this thread and the app is open for it: await the _async "
                 "twin of this call instead"
@@ -156,12 +156,21 @@ def _shares_transactions(connector: Any) -> bool:
     return type(connector).__module__.startswith("procrastinate.contrib.django")
 
 
-def _in_a_loop() -> bool:
+def in_a_loop() -> bool:
+    """Return whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
+
+
+def is_open(connector: Any) -> bool:
+    """Return whether a worker can use this connector: it is async, on PostgreSQL, and open."""
+    try:
+        return isinstance(connector, procrastinate.PsycopgConnector) and bool(connector.pool)
+    except procrastinate.exceptions.AppNotOpen:
+        return False
 
 
 def _check_database(connector: Any) -> None:

@@ -203,10 +203,11 @@ class Item:
             self.line.end(work.failure(exc, attempt), reusable=reusable)
             return
         limit = work.options.memory_limit
-        limits.in_use.set(Permits(self.line))
+        inside = contextvars.copy_context()  # nothing of it is seen by the next item
+        inside.run(limits.in_use.set, Permits(self.line))
         self.line.begin()
         with memory_limited(limit):
-            end = _call(work.function, args, self.runner)
+            end = _call(work.function, args, self.runner, inside)
         error = end.error if isinstance(end, execution.Raised) else None
         if isinstance(error, MemoryError) and limit is not None and not error.args:
             error.args = (f"its memory limit of {limit} bytes was reached",)
@@ -309,9 +310,11 @@ def memory_limited(limit: int | None) -> Iterator[None]:
 
 
 def _call(
-    function: Callable[..., Any], args: list[Any], runner: asyncio.Runner
+    function: Callable[..., Any],
+    args: list[Any],
+    runner: asyncio.Runner,
+    inside: contextvars.Context,
 ) -> execution.Returned | execution.Raised:
-    inside = contextvars.copy_context()  # nothing of it is seen by the next item
     try:
         if inspect.iscoroutinefunction(function):
             return runner.run(_awaited(function, args), context=inside)

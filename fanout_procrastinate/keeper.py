@@ -7,6 +7,7 @@ the event loop is silent while a child blocks that loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import random
 import threading
@@ -17,6 +18,8 @@ from typing import Any
 from fanout_procrastinate import errors, models, store, sweeper
 
 logger = logging.getLogger(__name__)
+
+_NO_SCHEMA_SECONDS = 60.0
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -47,7 +50,8 @@ class Keeper:
         run: runs one call on a connection that nobody else uses.
         sweep: what to sweep with.
         renew_interval: seconds between renewals.
-        sweep_interval: seconds between sweeps.
+        sweep_interval: seconds between sweeps; in the middle between two, it is looked for who is
+            silent.
         renew_besides: renews what is neither a slot nor a hold.
     """
 
@@ -63,7 +67,7 @@ class Keeper:
         self._run = run
         self._sweep = sweep
         self._renew_interval = renew_interval
-        self._sweep_interval = sweep_interval
+        self._look_interval = sweep_interval / 2
         self._renew_besides = renew_besides
         self._holds: set[Hold] = set()
         self._lock = threading.Lock()
@@ -109,30 +113,35 @@ class Keeper:
                     hold.on_verdict("lost")
         self._renew_besides()
 
-    def sweep_once(self) -> float:
-        """Sweep, and return the seconds until the next sweep."""
-        report = self._sweep.sweep_once()
-        # Who is silent is looked at again as soon as that may decide.
-        if report.done.get("marked") or any("silent slot" in it for it in report.runs.values()):
-            return min(self._sweep_interval, self._renew_interval / 2)
-        return self._sweep_interval
+    def sweep_once(self, *, whole: bool = True) -> float:
+        """Sweep, or only look for who is silent; return the seconds until the next look."""
+        try:
+            report = self._sweep.sweep_once() if whole else self._sweep.look_once()
+        except errors.SchemaError as exc:
+            _log_failure("sweep_failed", exc)
+            return max(self._look_interval, _NO_SCHEMA_SECONDS)
+        # Who was found silent is looked at again as soon as that may decide.
+        return self._sweep.second_look if report.done.get("marked") else self._look_interval
 
     def _loop(self) -> None:
         next_renewal = time.monotonic() + self._renew_interval
         # At the start too, at a time of its own for each process.
-        next_sweep = time.monotonic() + min(1.0, self._sweep_interval) * random.random()  # noqa: S311
+        next_look = time.monotonic() + min(1.0, self._look_interval) * random.random()  # noqa: S311
+        whole = True
         while not self._stop_requested():
-            self._wake.wait(max(0.0, min(next_renewal, next_sweep) - time.monotonic()))
+            self._wake.wait(max(0.0, min(next_renewal, next_look) - time.monotonic()))
             if self._stop_requested():
                 return
             if time.monotonic() >= next_renewal:
                 next_renewal = time.monotonic() + self._renew_interval
                 if self._guarded(self.renew_once, "renewal_failed") is None:
                     # After an outage nobody may be judged before he had the chance to renew.
-                    next_renewal = time.monotonic() + min(1.0, self._renew_interval)
-            elif time.monotonic() >= next_sweep:
-                wait = self._guarded(self.sweep_once, "sweep_failed")
-                next_sweep = time.monotonic() + (self._sweep_interval if wait is None else wait)
+                    next_renewal = time.monotonic() + min(1.0, self._renew_interval / 2)
+            elif time.monotonic() >= next_look:
+                step = functools.partial(self.sweep_once, whole=whole)
+                wait = self._guarded(step, "sweep_failed")
+                next_look = time.monotonic() + (self._look_interval if wait is None else wait)
+                whole = not whole
 
     def _stop_requested(self) -> bool:
         return self._stopping
@@ -141,14 +150,15 @@ class Keeper:
         try:
             result = step()
         except errors.FanoutError as exc:
-            logger.warning(
-                "%s: %s",
-                action.replace("_", " ").capitalize(),
-                exc,
-                extra={"action": action, "exception": str(exc)},
-            )
+            _log_failure(action, exc)
             return None
         except Exception:
             logger.exception("Unexpected error", extra={"action": action})
             return None
         return True if result is None else result
+
+
+def _log_failure(action: str, error: errors.FanoutError) -> None:
+    words = action.replace("_", " ").capitalize()
+    extra = {"action": action, "exception": str(error)}
+    logger.warning("%s: %s", words, error, extra=extra)

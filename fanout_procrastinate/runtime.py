@@ -1,8 +1,8 @@
-"""What one process shares between all of our jobs on one event loop, opened by the first of them.
+"""What one process shares between all of our jobs on one event loop.
 
-It is closed a while after the last: there is no hook at a worker's end, and who dies while we end
-our last job is silent for a lease, seen by the next sweep and rescued by the one after it. Until
-then somebody must sweep.
+It is opened by a worker that starts, or by the first of our jobs, and closed a while after the last
+of these has ended: who dies while we end our last job is silent for most of a lease before it can
+be rescued, and until then somebody must sweep.
 """
 
 from __future__ import annotations
@@ -93,21 +93,28 @@ class Runtime:
         self._on_close = on_close
         self._jobs = 0
         self._jobs_ended = 0
+        self._workers: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
+        self._idle.set()
         self._closing = asyncio.Event()
         self._reporters: dict[int, reporter.Reporter] = {}
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
         self._thread_count = 0
         self._owner: asyncio.Task[None] | None = None
 
+    def attend(self, worker: asyncio.Task[Any]) -> None:
+        """Stay open, and sweep, as long as this task of a worker runs."""
+        if worker not in self._workers:
+            self._workers.add(worker)
+            worker.add_done_callback(self._workers.discard)
+        self._open()
+
     @contextlib.asynccontextmanager
     async def job(self) -> AsyncIterator[Runtime]:
         """Keep the runtime open during one of our jobs."""
         self._jobs += 1
         self._idle.clear()
-        if self._owner is None:
-            self.keeper.start()
-            self._owner = asyncio.create_task(self._own(), name="fanout-runtime")
+        self._open()
         hints.current.set(self.hints)
         permits.here.set(permits.Here(self.permits))
         limits.in_use.set(self.permits)
@@ -152,6 +159,11 @@ class Runtime:
         if self._owner is not None:
             await asyncio.wait({self._owner})
 
+    def _open(self) -> None:
+        if self._owner is None:
+            self.keeper.start()
+            self._owner = asyncio.create_task(self._own(), name="fanout-runtime")
+
     async def _own(self) -> None:
         try:
             while True:
@@ -161,7 +173,8 @@ class Runtime:
                     async with asyncio.timeout(_LINGER_LEASES * self.settings.lease):
                         await self._closing.wait()
                 await asyncio.to_thread(self.hooks.drain)
-                if self._jobs == 0 and (self._closing.is_set() or self._jobs_ended == ended):
+                idle = not self._workers and self._jobs_ended == ended
+                if self._jobs == 0 and (self._closing.is_set() or idle):
                     return
         finally:
             self._on_close()

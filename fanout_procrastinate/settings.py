@@ -31,7 +31,7 @@ class Settings:
 
     Args:
         time_slice: seconds after which a child job makes room for other runs, 0 = after each item.
-        lease: seconds of silence after which a worker counts as dead.
+        lease: seconds within which what a silent worker has in hand is taken over.
         sweep_cron: when the periodic sweep runs; a sixth column, seconds, may stand at the end.
         max_item_bytes: the most bytes of UTF-8 JSON that an item may have.
         max_result_bytes: the most bytes of UTF-8 JSON that a result may have.

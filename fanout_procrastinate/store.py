@@ -275,6 +275,10 @@ def still_mine(holding: models.Holding, position: int, claim: int) -> Call[bool]
 # -- the sweep
 
 
+def silent(lease: float) -> Call[list[int]]:
+    return Call("silent", {"lease": lease}, lambda rows: [row["run_id"] for row in rows])
+
+
 def sweep_plan(lease: float, limit: int) -> Call[dict[int, str]]:
     return Call(
         "sweep_plan",

@@ -120,6 +120,7 @@ class Subscription:
         self._others: collections.deque[tuple[int, Event]] = collections.deque()
         self._dropped = 0
         self._reason: str | None = None
+        self._snapshot_due = run_id is not None and "progress" in self.kinds
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._ended = False
         self._error: errors.FanoutError | None = None
@@ -301,6 +302,12 @@ class Subscription:
             return Event(run_id=self.run_id or 0, kind="resync", data=data, at=now())
         queues = [queue for queue in (self._closes, self._others) if queue]
         first = next(iter(self._progress.values()), None)
+        if self._snapshot_due and not self._ended:
+            # How the run stands comes first, whatever was told while that was read.
+            if first is None and not self._closes:
+                return None
+            self._snapshot_due = False
+            queues = [] if first is not None else queues
         oldest = min(queues, key=lambda queue: queue[0][0], default=None)
         if first is not None and (oldest is None or first[0] < oldest[0][0]):
             return self._progress.pop(first[1].run_id)[1]

@@ -40,6 +40,11 @@ class Sweeper:
     on_stuck: Callable[[int, bool, str], None] | None = None
     on_swept: Callable[[Mapping[str, int]], None] = lambda done: None
 
+    @property
+    def second_look(self) -> float:
+        """Return the seconds after which a slot found silent may be rescued."""
+        return self.lease / 4
+
     def sweep_once(self) -> models.SweepReport:
         """Look at every open run, and repair each broken one on its own.
 
@@ -50,9 +55,26 @@ class Sweeper:
             SchemaError: the tables are missing.
             DatabaseError: the database did not answer at all.
         """
+        runs = self.run(store.sweep_plan(self.lease, _RUNS_PER_SWEEP))
+        done, failed = self._repair(runs)
+        self._tell_unserved()
+        done["dead_permits"] += self.run(store.sweep_permits())
+        done.update(self._pass_on())
+        done.update(self._tidy())
+        done.update(self._prune())
+        self.on_swept(+done)
+        return models.SweepReport(runs=runs, done=+done, errors=failed)
+
+    def look_once(self) -> models.SweepReport:
+        """Look for silent slots only, which is cheap; otherwise like `sweep_once`."""
+        runs = dict.fromkeys(self.run(store.silent(self.lease)), "silent slot")
+        done, failed = self._repair(runs)
+        self.on_swept(+done)
+        return models.SweepReport(runs=runs, done=+done, errors=failed)
+
+    def _repair(self, runs: Mapping[int, str]) -> tuple[Counter[str], dict[int, str]]:
         done: Counter[str] = Counter()
         failed: dict[int, str] = {}
-        runs = self.run(store.sweep_plan(self.lease, _RUNS_PER_SWEEP))
         for run_id, finding in runs.items():
             try:
                 counts = self.run(store.sweep_run(run_id, self.lease))
@@ -70,13 +92,7 @@ class Sweeper:
             _log_repair(run_id, finding, counts)
             if counts.get("stopped"):
                 self._tell_if_stuck(run_id)
-        self._tell_unserved()
-        done["dead_permits"] += self.run(store.sweep_permits())
-        done.update(self._pass_on())
-        done.update(self._tidy())
-        done.update(self._prune())
-        self.on_swept(+done)
-        return models.SweepReport(runs=runs, done=+done, errors=failed)
+        return done, failed
 
     def _tell_if_stuck(self, run_id: int) -> None:
         """Tell of a run that was stopped, if that was for it was stuck."""

@@ -24,7 +24,7 @@ class Call:
 
 class Meter:
     """`with Meter(folder) as meter`; a caller sends a line to `path`, what it calls and how many
-    seconds that takes, and waits for the answer.
+    seconds that takes, and waits for the answer; then perhaps the next one.
 
     The end of a caller's process ends its calls.
     """
@@ -68,21 +68,24 @@ class Meter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        name, _, seconds = (await reader.readline()).decode().strip().partition(" ")
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                name, _, seconds = line.decode().strip().partition(" ")
+                await self._call(name, float(seconds), reader)
+                writer.write(b"done\n")
+
+    async def _call(self, name: str, seconds: float, reader: asyncio.StreamReader) -> None:
         call = Call(name, time.monotonic())
         self.calls.append(call)
         self.open[name] += 1
         self.most[name] = max(self.most[name], self.open[name])
         try:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout_at(self._loop.time() + float(seconds)):
-                    await reader.read()  # until the caller dies
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._loop.time() + seconds):
+                    await reader.read(1)  # until the caller dies
         finally:
             self.open[name] -= 1
             call.ended = time.monotonic()
-            with contextlib.suppress(ConnectionError):
-                writer.write(b"done\n")
-            writer.close()
 
 
 def most_in_window(times: list[float], seconds: float) -> int:

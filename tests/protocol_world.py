@@ -221,7 +221,7 @@ class World:
     def step(self) -> Iterator[None]:
         self.sound = False
         self.p.advance(0.001)
-        if self.now - self.renewed > seconds(LEASE / 3):
+        if self.now - self.renewed > seconds(LEASE / 4):
             self._renew_all()
         yield
         for run in self.runs.values():
@@ -812,8 +812,8 @@ class World:
         gone = {
             number: slot
             for number, slot in run.slots.items()
-            # A slot by four fifths of the lease already: its item goes on within it.
-            if self._silent(slots[number], 0.8) and self._looked_at(slots[number]["suspect_since"])
+            # A slot before the lease is over: its item goes on within it.
+            if self._silent(slots[number], 0.5) and self._looked_at(slots[number]["suspect_since"])
         }
         failed = [self._rescue(run, number, slot) for number, slot in gone.items()]
         if run.status == "processing" and any(failed) and run.intolerable and not run.closing:

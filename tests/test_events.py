@@ -134,8 +134,20 @@ def test_overflow_drops_the_oldest_lines_and_says_so() -> None:
     first, *rest = [one.get(0) for _ in range(11)]
     assert first is not None and (first.run_id, first.kind) == (7, "resync")
     assert first.data == {"reason": "overflow", "dropped": 92}
-    assert [event and event.data["n"] for event in rest] == [*range(92, 102)]
+    assert [event and event.data["n"] for event in rest] == [100, *range(92, 100), 101]
     assert one.get(0) is None
+
+
+def test_how_a_run_stands_comes_before_what_was_told_while_it_was_read() -> None:
+    """G08: also where a second reading replaces the first before anybody took it."""
+    one = Subscription(7)
+    one.put(told(run_id=7, n=1))
+    assert one.get(0) is None
+    for n in (2, 3):
+        one.put(told("progress", run_id=7, n=n))
+    one.put(told(run_id=7, n=4))
+    found = [one.get(0) for _ in range(4)]
+    assert [event and event.data["n"] for event in found] == [3, 1, 4, None]
 
 
 def test_overflow_of_state_keeps_the_closes() -> None:

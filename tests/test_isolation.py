@@ -32,6 +32,7 @@ from fanout_procrastinate import (
     fanout_child,
     forking,
     isolation,
+    limits,
     processes,
     settings,
 )
@@ -675,6 +676,7 @@ class TestOtherSide:
                 begun, end = _messages(worker)
                 assert begun == {"begun": True}
                 assert (end["end"]["outcome"], end["reusable"]) == ("succeeded", True)
+        assert limits.in_use.get() is None, "nothing of an item is left behind"
 
     def test_nobody_answers_when_the_item_is_over(self, ends: Any) -> None:
         line, _ = ends

@@ -1,5 +1,6 @@
 """The keeper: renewals and sweeps in time, verdicts passed on, whatever goes wrong meanwhile."""
 
+import itertools
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ import psycopg
 import pytest
 
 from fanout_procrastinate import DatabaseError, SchemaError, SweepReport, database, models, store
+from fanout_procrastinate import keeper as keeper_module
 from fanout_procrastinate.keeper import Hold, Keeper
 from fanout_procrastinate.sweeper import Sweeper
 from tests.support import Recorder, begun, direct, sealed
@@ -29,10 +31,15 @@ class Idle:
 
     def __init__(self, done: dict[str, int] | None = None) -> None:
         self.done = done or {}
-        self.times: list[float] = []
+        self.steps: list[tuple[str, float]] = []
+        self.second_look = 7.5
 
     def sweep_once(self) -> SweepReport:
-        self.times.append(time.monotonic())
+        self.steps.append(("sweep", time.monotonic()))
+        return SweepReport(done=self.done)
+
+    def look_once(self) -> SweepReport:
+        self.steps.append(("look", time.monotonic()))
         return SweepReport(done=self.done)
 
 
@@ -182,27 +189,30 @@ def test_what_ends_while_it_is_asked_about_is_not_told() -> None:
 # -- the loop
 
 
-def test_loop_renews_and_sweeps_in_time(own: database.Database, conn: Conn) -> None:
+def test_loop_renews_and_looks_in_time(own: database.Database, conn: Conn) -> None:
     run_id = sealed(own, "1")
     sweep = Idle()
-    keeper = keeping(own.run, sweep, renew=0.02, look=0.05)
+    keeper = keeping(own.run, sweep, renew=0.02, look=0.1)
     keeper.add(held(begun(own, run_id, conn), run_id, []))
     keeper.start()
     for _ in range(3):
         aged(conn)
         wait_until(lambda: seen(conn) == [True])
-    wait_until(lambda: len(sweep.times) >= 4)
+    wait_until(lambda: len(sweep.steps) >= 4)
     keeper.stop()
-    pauses = [after - before for before, after in zip(sweep.times, sweep.times[1:], strict=False)]
+    assert [name for name, _ in sweep.steps[:4]] == ["sweep", "look"] * 2
+    times = [at for _, at in sweep.steps]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
     assert min(pauses) >= 0.045
 
 
 def test_marked_slot_is_looked_at_again_soon() -> None:
-    """A rescue needs two looks, a third of a lease apart: the second comes as soon as it may."""
-    keeper = keeping(lambda call: None, Idle({"marked": 1}), renew=10, look=15)
-    assert keeper.sweep_once() == pytest.approx(5)
-    assert keeping(lambda call: None, Idle(), renew=10, look=15).sweep_once() == 15
-    assert keeping(lambda call: None, Idle({"marked": 1}), renew=10, look=5).sweep_once() == 5
+    """A rescue needs two looks, a quarter of a lease apart: the second comes as soon as it may."""
+    marking = keeping(lambda call: None, Idle({"marked": 1}), look=10)
+    assert marking.sweep_once() == marking.sweep_once(whole=False) == 7.5
+    idle = keeping(lambda call: None, Idle(), look=10)
+    assert idle.sweep_once() == idle.sweep_once(whole=False) == 5
+    assert Sweeper(run=lambda call: None, lease=30.0).second_look == 7.5
 
 
 @pytest.mark.parametrize(
@@ -222,8 +232,13 @@ def test_marked_slot_is_looked_at_again_soon() -> None:
     ],
 )
 def test_loop_goes_on_after_errors(
-    error: Exception, words: set[str], level: int, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    words: set[str],
+    level: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(keeper_module, "_NO_SCHEMA_SECONDS", 0.01)
     answers: list[str] = []
 
     def run(call: store.Call[Any]) -> Any:
@@ -237,18 +252,30 @@ def test_loop_goes_on_after_errors(
             super().sweep_once()
             raise error
 
+        def look_once(self) -> SweepReport:
+            return self.sweep_once()
+
     sweep = Failing()
     keeper = keeping(run, sweep, renew=0.01, look=0.01)
     holding = models.Holding(1, 0, 1)
     verdicts: list[str] = []
     keeper.add(Hold(holding=holding, on_verdict=verdicts.append))
     keeper.start()
-    wait_until(lambda: len(verdicts) >= 2 and len(sweep.times) >= 3)
+    wait_until(lambda: len(verdicts) >= 2 and len(sweep.steps) >= 3)
     keeper.stop()
     actions = {vars(record)["action"] for record in caplog.records}
     assert actions == {"renewal_failed", "sweep_failed"}
     assert {record.message for record in caplog.records} == words
     assert {record.levelno for record in caplog.records} == {level}
+
+
+def test_without_tables_it_is_looked_for_them_once_a_minute() -> None:
+    class Early(Idle):
+        def sweep_once(self) -> SweepReport:
+            raise SchemaError("no tables")
+
+    assert keeping(lambda call: None, Early(), look=10).sweep_once() == 60
+    assert keeping(lambda call: None, Early(), look=600).sweep_once() == 300
 
 
 def test_after_an_outage_the_next_renewal_is_not_far() -> None:

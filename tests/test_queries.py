@@ -41,6 +41,7 @@ CALLS: list[Call[Any]] = [
     store.renew_manager(1, 1),
     store.renew_callback(1, 1, "x", 1),
     store.still_mine(HOLDING, 0, 1),
+    store.silent(30.0),
     store.sweep_plan(30.0, 10),
     store.sweep_run(1, 30.0),
     store.unserved(1),

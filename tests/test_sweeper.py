@@ -62,26 +62,33 @@ def test_healthy_system_is_only_read(own: database.Database, conn: Conn, dsn: st
     own.run(store.tidy(stopped, 100))
     before = invariants.written(conn)
     with direct(f"{dsn} options='-c default_transaction_read_only=on'") as reading:
-        report = Sweeper(run=reading.run, lease=30.0).sweep_once()
-    assert report == models.SweepReport() and not report.changed
+        sweep = Sweeper(run=reading.run, lease=30.0)
+        for report in (sweep.sweep_once(), sweep.look_once()):
+            assert report == models.SweepReport() and not report.changed
     assert invariants.written(conn) == before
     invariants.check(conn)
 
 
+@pytest.mark.parametrize("step", ["sweep_once", "look_once"])
 def test_silent_slot_is_rescued_at_the_second_look(
-    own: database.Database, conn: Conn, sweep: Sweeper, caplog: pytest.LogCaptureFixture
+    own: database.Database,
+    conn: Conn,
+    sweep: Sweeper,
+    caplog: pytest.LogCaptureFixture,
+    step: str,
 ) -> None:
+    look = getattr(sweep, step)
     run_id = sealed(own, "1", "2")
     lost, kept = begun(own, run_id, conn), begun(own, run_id, conn)
     age(conn, "fanout_slots", "seen_at")
-    report = sweep.sweep_once()
+    report = look()
     assert report.runs == {run_id: "silent slot"} and report.done == {"marked": 2}
-    assert not sweep.sweep_once().changed  # too soon to decide
+    assert not look().changed  # too soon to decide
     # One of them gives a sign of life: a server's outage costs nobody a crash.
     assert kept.epoch is not None and lost.epoch is not None
     own.run(store.renew([models.Holding(run_id, kept.slot, kept.epoch)], 10.0))
-    age(conn, "fanout_slots", "suspect_since", by="11 s")
-    report = sweep.sweep_once()
+    age(conn, "fanout_slots", "suspect_since", by="8 s")
+    report = look()
     assert report.done == {"rescued_released": 1, "dealt": 1}
     items = own.run(store.items(run_id, status=None, after=-1, limit=9))
     assert [(item.status, item.crashes) for item in items] == [("pending", 1), ("processing", 0)]
@@ -89,7 +96,7 @@ def test_silent_slot_is_rescued_at_the_second_look(
     assert [job["status"] for job in jobs(conn)] == ["failed", "doing", "todo"]
     (reply,) = own.run(store.report(run_id, 0, [entry(lost)], suspect=True))
     assert reply.verdict == "lost"
-    assert not sweep.sweep_once().changed
+    assert not look().changed
     assert [vars(record)["done"] for record in caplog.records] == [{"marked": 2}, report.done]
     assert [record.message for record in caplog.records] == [
         f"Run {run_id} repaired (silent slot): marked 2",

@@ -135,6 +135,10 @@ SELECT EXISTS (
     AND active AND (held = %(position)s AND held_claim = %(claim)s
         OR ready = %(position)s AND ready_claim = %(claim)s)) AS mine
 
+-- silent --
+-- The runs with slots that are silent.
+SELECT run_id FROM fanout_silent_v1(%(lease)s) AS run_id
+
 -- sweep_plan --
 -- Find the runs on which a sweep has something to do.
 SELECT run_id, finding FROM fanout_sweep_plan_v1(%(lease)s, %(limit)s)

@@ -12,7 +12,7 @@ import procrastinate.exceptions
 import psycopg.conninfo
 from procrastinate import periodic
 
-from fanout_procrastinate import fanout
+from fanout_procrastinate import fanout, host
 from fanout_procrastinate.testing import loops
 
 _POLL_SECONDS = 0.02
@@ -62,7 +62,7 @@ async def drain_async(
 ) -> None:
     """Work on the app's jobs until nothing is due; otherwise like `drain`."""
     work = _Drain(app, queues, concurrency, timeout)
-    if _is_open(app.connector):
+    if host.is_open(app.connector):
         await work.until_nothing_is_due()
     else:
         await work.on_connector_of_its_own()
@@ -157,13 +157,6 @@ class _Drain:
             return await call_next()
         finally:
             self._running.remove(name)
-
-
-def _is_open(connector: Any) -> bool:
-    try:
-        return isinstance(connector, procrastinate.PsycopgConnector) and bool(connector.pool)
-    except procrastinate.exceptions.AppNotOpen:
-        return False
 
 
 def _worker_connector(app: procrastinate.App) -> Any:

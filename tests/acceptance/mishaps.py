@@ -99,14 +99,6 @@ def assert_stops(*workers: Worker, within: float) -> None:
 class Tap(Proxy):
     """A proxy whose harm ends when the test says so."""
 
-    def freeze_all(self) -> None:
-        """Hold back everything; the sockets stay open."""
-        self._on_links(everywhere, lambda link: link.open.clear())
-
-    def thaw(self) -> None:
-        """Let what was held back go on."""
-        self._on_links(everywhere, lambda link: link.open.set())
-
     def swallow_all(self) -> None:
         """Swallow the replies to all that is sent."""
 

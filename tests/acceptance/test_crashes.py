@@ -91,7 +91,7 @@ def test_a_killed_worker_does_not_stop_the_run_with_the_defaults(
 ) -> None:
     """Invariants 1, 2 and 5, R9: the same with a lease of 30 s and a periodic sweep each minute.
 
-    And on a database of its own, so that nobody else sweeps: the only worker with 50 items in
+    A worker sweeps from its start on: the lease alone counts. And on a database of its own, so that nobody else sweeps: the only worker with 50 items in
     hand, and a new one started in its place.
     """
     # A worker that misses a notification looks again after 5 s, which is no matter of ours.
@@ -112,19 +112,19 @@ def test_a_killed_worker_does_not_stop_the_run_with_the_defaults(
     only.kill()
     killed, at = time.monotonic(), time.time()
     elsewhere.worker_again(only, concurrency=50, **options)
-    run.wait(timeout=30 + 30 / 2 + SLACK)
+    run.wait(timeout=30 + SLACK)
     print(f"closed {time.monotonic() - killed:.1f} s after the kill")
     _assert_recorded_once(scene, run, crashed_at_most=10)
 
     status = "SELECT status FROM fanout_runs WHERE id = %(run)s"
     wait_until(
         lambda: elsewhere.value(status, run=in_hand.id) == "completed",
-        30 + 60 + SLACK,
+        30 + SLACK,
         "the one whose only worker was killed is closed",
     )
     again = [line["at"] - at for line in elsewhere.log.read("start") if line["at"] > at]
     print(f"the only worker killed: {again[0]:.1f} s to the first item, {again[-1]:.1f} s to all")
-    assert again[0] < 30 + 60 + SLACK
+    assert again[0] < 30 + SLACK
     assert len(again) == 50
     items = elsewhere.items(in_hand).values()
     assert Counter((row["status"], row["crashes"], row["failures"]) for row in items) == {

@@ -104,8 +104,8 @@ def _assert_done(run: Run, count: int, timeout: float = 60.0) -> None:
 def test_five_at_once_over_four_processes(floor: Floor) -> None:
     """The service never sees more than five, and is kept as busy as if each came at once.
 
-    Alone on a machine with two cores it is 91 to 94 % of that. Whatever else the machine does makes
-    it worse: the best of three rounds counts, and the bound leaves room.
+    Alone on a machine with two cores it is 96 % of that, and 93 % of calls of 20 ms exactly.
+    Whatever else the machine does makes it worse: the best of three rounds counts.
     """
     for _ in range(4):
         floor.worker()
@@ -125,11 +125,11 @@ def test_five_at_once_over_four_processes(floor: Floor) -> None:
         best = max(best, ideal / seconds)
         print(
             f"calls of {statistics.median(calls) * 1000:.1f} ms: {seconds:.2f} s, ideal "
-            f"{ideal:.2f} s: {ideal / seconds:.1%}"
+            f"{ideal:.2f} s: {ideal / seconds:.1%}; of calls of 20 ms exactly {8 / seconds:.1%}"
         )
         if best >= 0.9:
             break
-    assert best >= 0.8
+    assert best >= 0.9
 
 
 @pytest.mark.measured
@@ -159,11 +159,12 @@ def test_a_limit_holds_while_workers_are_killed(floor: Floor) -> None:
     assert floor.meter.most["service"] == 5
     states = {str(item.status) for item in run.items()}
     assert states == {"succeeded"}
-    assert max(returns) <= 1.5 * scripted.LEASE_SECONDS
+    assert max(returns) <= scripted.LEASE_SECONDS
 
 
 def _seconds_until_full(floor: Floor) -> float:
     killed = time.monotonic()
+    wait_until(lambda: time.monotonic() >= killed + 0.1, 5)  # the service has noticed
     wait_until(lambda: floor.meter.open["service"] == 5, 20)
     return time.monotonic() - killed
 

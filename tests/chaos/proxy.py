@@ -61,7 +61,7 @@ class Proxy:
     def __init__(self, server: Path) -> None:
         self._server_path = server
         self._links: set[Link] = set()
-        self._refusing = False
+        self._refusing = self._frozen = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="chaos-proxy", daemon=True)
         self._started = threading.Event()
@@ -139,6 +139,26 @@ class Proxy:
 
         return self._for_a_time(chosen, freeze)
 
+    def freeze_all(self) -> None:
+        """Hold back everything, of links to come too, until `thaw`; the sockets stay open."""
+
+        def close() -> None:
+            self._frozen = True
+            for link in self._links:
+                link.open.clear()
+
+        self._in_loop(close)
+
+    def thaw(self) -> None:
+        """Let what `freeze_all` holds back go on."""
+
+        def open_all() -> None:
+            self._frozen = False
+            for link in self._links:
+                link.open.set()
+
+        self._in_loop(open_all)
+
     def delay(self, chosen: Callable[[], bool], seconds: float, latency: float) -> int:
         """Hold back each piece by `latency` seconds for a time."""
 
@@ -180,6 +200,12 @@ class Proxy:
 
         return self._for_a_time(chosen, on_links)
 
+    def _in_loop(self, step: Callable[[], None]) -> None:
+        async def stepped() -> None:
+            step()
+
+        asyncio.run_coroutine_threadsafe(stepped(), self._loop).result()
+
     def _for_a_time(
         self, chosen: Callable[[], bool], act: Callable[[list[Link]], Coroutine[Any, Any, None]]
     ) -> int:
@@ -218,6 +244,8 @@ class Proxy:
             link.cut()
             return
         link.join(behind[1])
+        if self._frozen:
+            link.open.clear()
         self._links.add(link)
         try:
             await _until_first(

@@ -77,6 +77,14 @@ LANGUAGE sql STABLE AS $$
     LEFT JOIN procrastinate_jobs j ON j.id = x.wanted
 $$;
 
+-- The runs with slots that are silent for so long that they are to be marked or rescued. Reads only.
+CREATE OR REPLACE FUNCTION fanout_silent_v1(p_lease double precision) RETURNS SETOF bigint
+LANGUAGE sql STABLE AS $$
+    SELECT DISTINCT run_id FROM fanout_slots
+    WHERE active AND seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
+    ORDER BY 1
+$$;
+
 -- The open runs on which a sweep has something to do, and what. Reads only.
 CREATE OR REPLACE FUNCTION fanout_sweep_plan_v1(p_lease double precision, p_limit integer)
 RETURNS TABLE (run_id bigint, finding text) LANGUAGE plpgsql
@@ -88,8 +96,7 @@ DECLARE
 BEGIN
     RETURN QUERY
     SELECT f.run_id, string_agg(DISTINCT f.finding, ', ') FROM (
-        SELECT s.run_id, 'silent slot' AS finding FROM fanout_slots s
-        WHERE s.active AND s.seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
+        SELECT s.run_id, 'silent slot' AS finding FROM fanout_silent_v1(p_lease) s (run_id)
         UNION ALL
         SELECT s.run_id, 'lost job' FROM fanout_slots s
         WHERE NOT s.active AND s.seen_at < clock_timestamp() - interval '1 second'
@@ -324,7 +331,7 @@ BEGIN
     PERFORM FROM fanout_slots WHERE run_id = p_run ORDER BY slot FOR UPDATE;
     v_now := clock_timestamp();
     v_silent := v_now - make_interval(secs => p_lease);
-    v_second := v_now - make_interval(secs => p_lease / 3);
+    v_second := v_now - make_interval(secs => p_lease / 4);
     IF r.id IS NULL OR r.status NOT IN ('pending', 'processing') THEN
         -- A closed run keeps no slots; only its callbacks can still be owed.
         DELETE FROM fanout_slots WHERE run_id = p_run;
@@ -334,16 +341,15 @@ BEGIN
         END IF;
     END IF;
 
-    -- Silent slots: marked once half a lease is over, which is a renewal missed; rescued when four
-    -- fifths are, if they were seen marked for a third of it: what they held goes on within a lease.
+    -- Silent slots: marked once half a lease is over, which is a renewal missed; rescued when they
+    -- are silent still a quarter later: what they held goes on within a lease.
     FOR s IN SELECT slot, seen_at, suspect_since FROM fanout_slots
         WHERE run_id = p_run AND active
             AND seen_at < v_now - make_interval(secs => p_lease / 2) ORDER BY slot LOOP
         IF s.suspect_since IS NULL THEN
             UPDATE fanout_slots SET suspect_since = v_now WHERE run_id = p_run AND slot = s.slot;
             v_outcome := 'marked';
-        ELSIF s.suspect_since > v_second
-                OR s.seen_at >= v_now - make_interval(secs => p_lease * 0.8) THEN
+        ELSIF s.suspect_since > v_second THEN
             CONTINUE;
         ELSE
             -- One that cannot be rescued keeps nobody else from it.
