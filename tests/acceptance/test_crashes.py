@@ -91,8 +91,8 @@ def test_a_killed_worker_does_not_stop_the_run_with_the_defaults(
 ) -> None:
     """Invariants 1, 2 and 5, R9: the same with a lease of 30 s and a periodic sweep each minute.
 
-    A worker sweeps from its start on: the lease alone counts. And on a database of its own, so that nobody else sweeps: the only worker with 50 items in
-    hand, and a new one started in its place.
+    A worker sweeps from its start on: the lease alone counts. And on a database of its own, so that
+    nobody else sweeps: the only worker with 50 items in hand, and a new one started in its place.
     """
     # A worker that misses a notification looks again after 5 s, which is no matter of ours.
     options: dict[str, Any] = {

@@ -264,7 +264,10 @@ def test_a_sweep_that_is_killed_keeps_nobody_else_from_sweeping(scene: Scene) ->
 
 @pytest.mark.pg18_only  # the host's periodic tasks
 def test_a_stranded_periodic_sweep_is_followed_by_another(scene: Scene) -> None:
-    """C07: the periodic sweep died with its worker, and the record of its next turn has no job."""
+    """C07: the periodic sweep died with its worker, and the record of its next turn has no job.
+
+    A worker that starts sweeps without it; and the first turn that has a job sweeps again.
+    """
     victim = scene.worker(**SWEEPING)
     run = _waiting(scene, "run")
     victim.kill()
@@ -290,6 +293,12 @@ def test_a_stranded_periodic_sweep_is_followed_by_another(scene: Scene) -> None:
     successor.wait_ready()
     ready = time.time()
     wait_until(lambda: len(_queued(scene, run)) == 3, 20, "it is swept")
+    assert time.time() - ready < 2.0
+    swept = (
+        "SELECT FROM procrastinate_jobs WHERE task_name = %(task)s AND status = 'succeeded'"
+        " AND (args->>'timestamp')::bigint > %(last)s"
+    )
+    wait_until(lambda: scene.query(swept, task=SWEEP_TASK, last=last), 20, "its turn sweeps")
     late = time.time() - max(ready, last + 1)
     print(f"swept {late:.1f} s after the first turn with a job")
     assert -0.1 < late < 2.0
