@@ -20,7 +20,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     # Most of them wait for something most of the time.
     "beside each other": ("-m", "not acceptance", "-n", str(2 * (os.cpu_count() or 1))),
     # Real worker processes: few at once, for what they prove has limits of time.
-    "with workers": ("-m", "acceptance and not measured", "-n", str(os.cpu_count() or 1)),
+    "with workers": ("-m", "acceptance and not measured", "-n", str(1 + (os.cpu_count() or 1))),
     ALONE: ("-m", "measured"),
 }
 

@@ -215,7 +215,7 @@ def test_a_callback_is_owed_until_it_is_done(scene: Scene) -> None:
 
 
 def test_the_last_item_takes_the_process_along_after_the_close(scene: Scene) -> None:
-    """A07 (b), invariant 4: dead between the close and the start of its callbacks."""
+    """A07 (b), invariant 4: dead between the close and the start of its callbacks, or at it."""
     for _ in range(3):
         run = scene.steps([Step(name="last", exits_at_close=True)])
         worker = scene.worker(concurrency=1)

@@ -133,6 +133,7 @@ def test_five_at_once_over_four_processes(floor: Floor) -> None:
 
 
 @pytest.mark.measured
+@pytest.mark.pg18_only  # for its time
 @pytest.mark.timeout(180)
 def test_a_limit_holds_while_workers_are_killed(floor: Floor) -> None:
     """E01: one is killed every second, with all that it holds: never above five, and back to five
@@ -170,6 +171,7 @@ def _seconds_until_full(floor: Floor) -> float:
 
 
 @pytest.mark.measured
+@pytest.mark.pg18_only  # for its time
 def test_a_rate_over_four_processes(floor: Floor) -> None:
     """A hundred a second: never more than the burst above it, and hardly less.
 

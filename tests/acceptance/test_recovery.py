@@ -310,13 +310,12 @@ def test_workers_that_never_had_a_job_of_ours_sweep(scene: Scene) -> None:
 
     They sweep from their start on, and do not wait for a turn of the periodic sweep.
     """
-    rarely = "0 0 1 1 *"
-    victim = scene.worker(sweep=rarely)
+    victim = scene.worker(sweep=scripted.NEVER)
     # They wait for one another until the first of them is begun again.
     steps = [Step(name=str(number), barrier=5) for number in range(4)]
     run = scene.steps(steps, max_in_flight=4)
     scene.wait_started(run, 4)
-    idle = [scene.worker(sweep=rarely) for _ in range(2)]
+    idle = [scene.worker(sweep=scripted.NEVER) for _ in range(2)]
     victim.kill()
     killed = time.monotonic()
     run.wait(timeout=20)

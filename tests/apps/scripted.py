@@ -46,6 +46,10 @@ log = journal.of_environment()
 ambient: contextvars.ContextVar[str] = contextvars.ContextVar("ambient", default="")
 
 
+exiting = threading.Event()
+"""This process ends when the run is closed."""
+
+
 class Step(pydantic.BaseModel):
     """What one item does, in this order; times are in seconds."""
 
@@ -80,6 +84,7 @@ def _end(context: ItemContext, step: Step) -> str:
     if any(log.is_first(f"exit-{context.run_id}-{step.name}-{n}") for n in range(step.exits)):
         os._exit(KILLED)
     if step.exits_at_close:
+        exiting.set()
         threading.Thread(target=_exit_at_close, args=[context.run_id], daemon=True).start()
     if context.attempt <= step.fails:
         raise TransientError("not yet", retry_in=step.retry_in)
@@ -158,6 +163,8 @@ async def closed(run: Run) -> None:
     )
     if run.args["callback"] == "dies" and log.is_first(f"callback-{run.id}"):
         os._exit(KILLED)
+    if exiting.is_set():
+        await asyncio.sleep(60)  # the process goes before it has told anything
     log.write("told", run=run.id, generation=progress.generation)
 
 
