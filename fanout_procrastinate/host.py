@@ -16,7 +16,7 @@ import psycopg
 import psycopg.conninfo
 import psycopg.rows
 
-from fanout_procrastinate import database, errors, store
+from fanout_procrastinate import database, errors, steps, store
 
 T = TypeVar("T")
 
@@ -47,26 +47,42 @@ class Host:
         self.app = app
         self._connect = connect or connect_as(app)
 
-    def control(self, call: store.Call[T]) -> T:
-        """Run a call that locks a run, in a transaction of its own.
+    def control(self, calls: steps.Steps[T]) -> T:
+        """Run calls that lock a run, each in a transaction of its own.
 
         A connector that shares the caller's transaction, such as Django's within a request, would
         hold these locks until that ends. Only what was started in that transaction, and is seen by
         nobody else, is looked for there.
         """
         if not _shares_transactions(self.app.connector):
-            return self.run(call)
+            return steps.drive(self.run, calls)
+        sight = _Sight()
         with contextlib.closing(database.Database(self._connect, size=1)) as own:
-            found = own.run(call)
-        return self.run(call) if found is None else found
 
-    async def control_async(self, call: store.Call[T]) -> T:
-        """Run a call that locks a run, without blocking the loop; otherwise like `control`."""
+            def run(call: store.Call[Any]) -> Any:
+                if not sight.hidden:
+                    found = own.run(call)
+                    if sight.is_seen(found):
+                        return found
+                return self.run(call)
+
+            return steps.drive(run, calls)
+
+    async def control_async(self, calls: steps.Steps[T]) -> T:
+        """Run calls that lock a run, without blocking the loop; otherwise like `control`."""
         if not _shares_transactions(self.app.connector):
-            return await self.run_async(call)
+            return await steps.drive_async(self.run_async, calls)
+        sight = _Sight()
         with contextlib.closing(database.Database(self._connect, size=1)) as own:
-            found = await own.run_async(call)
-        return await self.run_async(call) if found is None else found
+
+            async def run(call: store.Call[Any]) -> Any:
+                if not sight.hidden:
+                    found = await own.run_async(call)
+                    if sight.is_seen(found):
+                        return found
+                return await self.run_async(call)
+
+            return await steps.drive_async(run, calls)
 
     def run(self, call: store.Call[T], *, connection: Any = None) -> T:
         """Run a call; on the caller's own connection it joins the caller's transaction.
@@ -154,6 +170,17 @@ class Host:
 def _shares_transactions(connector: Any) -> bool:
     """Whether what goes through it is part of a transaction that others began."""
     return type(connector).__module__.startswith("procrastinate.contrib.django")
+
+
+class _Sight:
+    """Tell by the first answer whether other transactions see what the calls are about."""
+
+    hidden: bool | None = None
+
+    def is_seen(self, found: Any) -> bool:
+        if self.hidden is None:
+            self.hidden = found is None or found == []
+        return not self.hidden
 
 
 def in_a_loop() -> bool:

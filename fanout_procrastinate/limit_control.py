@@ -6,8 +6,8 @@ The part of `FanOut` that is about limits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from fanout_procrastinate import (
     errors,
@@ -15,16 +15,13 @@ from fanout_procrastinate import (
     hub,
     models,
     permits,
+    steps,
     store,
 )
 from fanout_procrastinate import limits as limits_module
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Steps = Generator[store.Call[Any], Any, T]
-
-_MOST_STEPS = 500
 _KEPT: Any = object()
 
 
@@ -119,7 +116,7 @@ class LimitControl:
             DatabaseError: the database did not answer.
         """
         given = {"concurrency": concurrency, "rate": rate, "per": per, "burst": burst}
-        return self._run(_updated(_name_of(limit), _checked(given)))
+        return self.host.control(_updated(_name_of(limit), _checked(given)))
 
     async def update_limit_async(
         self,
@@ -132,7 +129,7 @@ class LimitControl:
     ) -> models.LimitState:
         """Change a limit, for all machines at once; otherwise like `update_limit`."""
         given = {"concurrency": concurrency, "rate": rate, "per": per, "burst": burst}
-        return await self._run_async(_updated(_name_of(limit), _checked(given)))
+        return await self.host.control_async(_updated(_name_of(limit), _checked(given)))
 
     def pause_limit(self, limit: limits_module.Limit | str, seconds: float) -> models.LimitState:
         """Let nothing begin with a limit for so long, on no machine; what has begun goes on.
@@ -147,13 +144,13 @@ class LimitControl:
             ConfigurationError: the seconds are no number above 0, or there is no such limit.
             DatabaseError: the database did not answer.
         """
-        return self._run(_paused(limit, limits_module.check_pause(seconds)))
+        return self.host.control(_paused(limit, limits_module.check_pause(seconds)))
 
     async def pause_limit_async(
         self, limit: limits_module.Limit | str, seconds: float
     ) -> models.LimitState:
         """Let nothing begin with a limit for so long; otherwise like `pause_limit`."""
-        return await self._run_async(_paused(limit, limits_module.check_pause(seconds)))
+        return await self.host.control_async(_paused(limit, limits_module.check_pause(seconds)))
 
     def resume_limit(self, limit: limits_module.Limit | str) -> models.LimitState:
         """End a limit's pause, and let begin what waits.
@@ -162,31 +159,11 @@ class LimitControl:
             ConfigurationError: there is no such limit.
             DatabaseError: the database did not answer.
         """
-        return self._run(_resumed(_name_of(limit)))
+        return self.host.control(_resumed(_name_of(limit)))
 
     async def resume_limit_async(self, limit: limits_module.Limit | str) -> models.LimitState:
         """End a limit's pause; otherwise like `resume_limit`."""
-        return await self._run_async(_resumed(_name_of(limit)))
-
-    def _run(self, steps: Steps[T]) -> T:
-        answer = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = self.host.run(step)
-
-    async def _run_async(self, steps: Steps[T]) -> T:
-        answer = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = await self.host.run_async(step)
+        return await self.host.control_async(_resumed(_name_of(limit)))
 
 
 def _name_of(limit: limits_module.Limit | str) -> str:
@@ -209,7 +186,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _updated(name: str, changes: Mapping[str, Any]) -> Steps[models.LimitState]:
+def _updated(name: str, changes: Mapping[str, Any]) -> steps.Steps[models.LimitState]:
     before = yield from _state(name)
     concurrency = changes.get("concurrency", before.concurrency)
     rate = changes.get("rate", before.rate)
@@ -227,7 +204,7 @@ def _updated(name: str, changes: Mapping[str, Any]) -> Steps[models.LimitState]:
     return (yield from _served(name))
 
 
-def _paused(limit: limits_module.Limit | str, seconds: float) -> Steps[models.LimitState]:
+def _paused(limit: limits_module.Limit | str, seconds: float) -> steps.Steps[models.LimitState]:
     name = _name_of(limit)
     if isinstance(limit, limits_module.Limit):
         yield store.pause_limit(limit.spec(), seconds)
@@ -243,27 +220,25 @@ def _paused(limit: limits_module.Limit | str, seconds: float) -> Steps[models.Li
     return (yield from _state(name))
 
 
-def _resumed(name: str) -> Steps[models.LimitState]:
+def _resumed(name: str) -> steps.Steps[models.LimitState]:
     yield from _state(name)
     yield store.update_limit(name, pause=0.0)
     logger.info("Limit %s resumed", name, extra={"action": "resume_limit", "limit": name})
     return (yield from _served(name))
 
 
-def _served(name: str) -> Steps[models.LimitState]:
+def _served(name: str) -> steps.Steps[models.LimitState]:
     """Let in whoever waits for a permit, then deal to the runs, or end what is too much."""
     runs: list[int] = yield store.serve_lines(name)
     if not runs:
         state = yield from _state(name)
         runs = [use.run_id for use in state.holders if use.run_id is not None]
     for run_id in runs[:1]:
-        for _ in range(_MOST_STEPS):
-            if not (yield store.pass_on(run_id)):
-                break
+        yield from steps.pass_on(run_id)
     return (yield from _state(name))
 
 
-def _state(name: str) -> Steps[models.LimitState]:
+def _state(name: str) -> steps.Steps[models.LimitState]:
     found: list[models.LimitState] = yield store.limits(name)
     if not found:
         raise errors.ConfigurationError(

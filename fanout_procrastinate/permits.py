@@ -17,14 +17,13 @@ from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from fanout_procrastinate import database, errors, hub, limits, models, store
+from fanout_procrastinate import database, errors, hub, limits, models, steps, store
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 """Who waits looks again so often, beside being woken."""
 
-_MOST_STEPS = 50
 _LINGER_SECONDS = 2.0
 
 held: contextvars.ContextVar[tuple[Permit, ...]] = contextvars.ContextVar(
@@ -168,11 +167,11 @@ class Permit:
     ) -> None:
         self._give()
 
-    def _drive(self, steps: _Steps, woken: threading.Event) -> None:
+    def _drive(self, taking: _Steps, woken: threading.Event) -> None:
         answer: Any = None
         while True:
             try:
-                step = steps.send(answer)
+                step = taking.send(answer)
             except StopIteration:
                 return
             if isinstance(step, _Wait):
@@ -193,10 +192,8 @@ class Permit:
         self._end()
         if self._service is None:
             return
-        steps, answer = self._giving(), None
-        with contextlib.suppress(StopIteration), self._forgiven():
-            while True:
-                answer = self._service.run(steps.send(answer))
+        with self._forgiven():
+            steps.drive(self._service.run, self._giving())
 
     # -- on event loops
 
@@ -224,11 +221,11 @@ class Permit:
     ) -> None:
         await self._give_async()
 
-    async def _drive_async(self, steps: _Steps, woken: asyncio.Event) -> None:
+    async def _drive_async(self, taking: _Steps, woken: asyncio.Event) -> None:
         answer: Any = None
         while True:
             try:
-                step = steps.send(answer)
+                step = taking.send(answer)
             except StopIteration:
                 return
             if isinstance(step, _Wait):
@@ -253,14 +250,8 @@ class Permit:
             await _to_its_end(self._give_in_task(self._service))
 
     async def _give_in_task(self, service: Service) -> None:
-        steps, answer = self._giving(), None
         with self._forgiven():
-            while True:
-                try:
-                    step = steps.send(answer)
-                except StopIteration:
-                    return
-                answer = await service.run_async(step)
+            await steps.drive_async(service.run_async, self._giving())
 
     # -- the same for both
 
@@ -346,13 +337,11 @@ class Permit:
             self._service.hold(self)
         return reply
 
-    def _giving(self) -> Generator[store.Call[Any], Any, None]:
+    def _giving(self) -> steps.Steps[None]:
         """Give it back, or the place in the line, and pass on what runs may have use for."""
         runs = yield store.give_permit(self.holder)
         for run_id in runs:
-            for _ in range(_MOST_STEPS):
-                if not (yield store.pass_on(run_id)):
-                    break
+            yield from steps.pass_on(run_id)
 
     @contextlib.contextmanager
     def _forgiven(self) -> Generator[None, None, None]:

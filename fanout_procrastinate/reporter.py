@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from fanout_procrastinate import errors, models, store
+from fanout_procrastinate import errors, models, steps, store
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ Run = Callable[[store.Call[Any]], Any]
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
-_MOST_STEPS = 50
 _REFUSED = json.dumps(
     {
         "type": "OutcomeRefused",
@@ -217,9 +216,7 @@ class Reporter:
         try:
             while self._freed:
                 self._freed = False
-                for _ in range(_MOST_STEPS):
-                    if not await self._run(store.pass_on(self.run_id)):
-                        break
+                await steps.drive_async(self._run, steps.pass_on(self.run_id))
         except errors.FanoutError as exc:  # a sweep does it then
             logger.warning(
                 "Free places were not passed on: %s",

@@ -20,6 +20,7 @@ from fanout_procrastinate import (
     models,
     sanitise,
     settings,
+    steps,
     store,
     subscriptions,
 )
@@ -29,7 +30,6 @@ T = TypeVar("T")
 _FIRST_POLL_SECONDS = 0.1
 _LONGEST_POLL_SECONDS = 2.0
 _PAGE = 500
-_MOST_STEPS = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,18 +429,15 @@ class Run:
         return store.update(self.id, run_columns(changes))
 
     def _controlled(self, call: store.Call[T | None]) -> T:
-        value = self._found(self._access.host.control(call))
-        # What became free in the run's limits goes to whoever waits, in transactions of their own.
-        for _ in range(_MOST_STEPS):
-            if not self._access.host.control(store.pass_on(self.id)):
-                break
-        return value
+        return self._access.host.control(self._control(call))
 
     async def _controlled_async(self, call: store.Call[T | None]) -> T:
-        value = self._found(await self._access.host.control_async(call))
-        for _ in range(_MOST_STEPS):
-            if not await self._access.host.control_async(store.pass_on(self.id)):
-                break
+        return await self._access.host.control_async(self._control(call))
+
+    def _control(self, call: store.Call[T | None]) -> steps.Steps[T]:
+        value: T = self._found((yield call))
+        # What became free in the run's limits goes to whoever waits, in transactions of their own.
+        yield from steps.pass_on(self.id)
         return value
 
     def _found(self, value: T | None) -> T:

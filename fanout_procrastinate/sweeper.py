@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fanout_procrastinate import errors, models, store
+from fanout_procrastinate import errors, models, steps, store
 
 logger = logging.getLogger(__name__)
 
@@ -110,13 +110,8 @@ class Sweeper:
             self.on_stuck(run_id, False, f"waits for a worker on queue {queue}")
 
     def _pass_on(self) -> dict[str, int]:
-        steps = 0
-        for run_id in self.run(store.lines()):
-            for _ in range(_BATCHES_PER_SWEEP):
-                if not self.run(store.pass_on(run_id)):
-                    break
-                steps += 1
-        return {"passed_on": steps}
+        runs = self.run(store.lines())
+        return {"passed_on": sum(steps.drive(self.run, steps.pass_on(run_id)) for run_id in runs)}
 
     def _tidy(self) -> dict[str, int]:
         rows = 0
