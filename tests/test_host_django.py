@@ -25,11 +25,11 @@ settings.configure(
 django.setup()
 from django.db import transaction
 from procrastinate.contrib.django import app
-from fanout_procrastinate import FanOut, fanout_child
+from fanout_procrastinate import FanOut, Limit, fanout_child
 
 real = app  # Django's proxy of the app
 
-@fanout_child(real, name="work")
+@fanout_child(real, name="work", limits=[Limit("few", concurrency=5)])
 def work(item: int) -> int:
     return item
 
@@ -40,14 +40,24 @@ with transaction.atomic():
     run.update(max_in_flight=7)
     run.resume()
     run.cancel()
+    FanOut.of(real).update_limit("few", concurrency=2)
+    FanOut.of(real).pause_limit("few", 60)
     with psycopg.connect("", autocommit=True) as other:
         other.execute("SET lock_timeout = '2s'")
         other.execute("SELECT FROM fanout_runs WHERE id = %s FOR UPDATE", [run.id])
         said["status"] = other.execute(
             "SELECT status, max_in_flight FROM fanout_runs WHERE id = %s", [run.id]
         ).fetchone()
+        said["limit"] = other.execute(
+            "SELECT concurrency FROM fanout_limits WHERE name = 'few' FOR UPDATE"
+        ).fetchone()
 with transaction.atomic():
     inside = FanOut.of(real)
+    unseen = work.map([1])
+    unseen.cancel()
+    said["unseen"] = unseen.progress().status
+    transaction.set_rollback(True)
+with transaction.atomic():
     said["read"] = inside.get_run(run.id).progress().status
 print(json.dumps(said))
 """
@@ -69,4 +79,9 @@ def test_control_in_a_request_holds_no_lock_of_a_run(dsn: str) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout.splitlines()[-1])
-    assert said == {"status": ["cancelled", 7], "read": "cancelled"}
+    assert said == {
+        "status": ["cancelled", 7],
+        "limit": [2],
+        "unseen": "cancelled",
+        "read": "cancelled",
+    }
