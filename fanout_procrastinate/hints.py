@@ -94,13 +94,13 @@ class Sender:
 
     Args:
         run: runs one call on a connection of the library's own, autocommit.
-        redact: what log lines carry is passed through it.
+        redact: what log lines carry is passed through it; it returns plain JSON types.
     """
 
     def __init__(
         self,
         run: Callable[[store.Call[Any]], Any],
-        redact: Callable[[Any], Any] = lambda value: value,
+        redact: Callable[[Any], Any] = sanitise.plain,
     ) -> None:
         self._run = run
         self._redact = redact
@@ -253,8 +253,8 @@ def _cut(text: str | None, max_bytes: int) -> str | None:
 
 
 def _fitting(value: Any, max_bytes: int) -> Any:
-    """Return the value as plain JSON types; one that is too large as the start of its text."""
+    """Return plain JSON types as they are; what is too large as the start of its text."""
     text = sanitise.encode(value).text
     if sanitise.json_size(text) <= max_bytes:
-        return sanitise.clean(value)[0]
+        return value
     return {"cut": sanitise.cut_text(text, max_bytes)[0]}

@@ -13,10 +13,10 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from fanout_procrastinate import settings
+from fanout_procrastinate import sanitise, settings
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +28,16 @@ _LAST_SECONDS = 5.0
 
 
 def redacted(configured: settings.Settings, value: Any) -> Any:
-    """Return a payload, a result or the data of a log line as it may be shown.
+    """Return a payload, a result or the data of a log line as it may be shown: plain JSON types.
 
-    Where the app's ``redact`` raises, a text stands in its place.
+    The app's ``redact`` gets a copy, and where it raises, a text stands in its place.
     """
+    shown = sanitise.plain(value)
     if configured.redact is None:
-        return value
+        return shown
     try:
-        return configured.redact(value)
-    except Exception:
+        return sanitise.plain(configured.redact(shown))
+    except BaseException:  # whatever it does, nothing unredacted is shown
         logger.exception("Redaction failed", extra={"action": "hook_failed", "hook": "redact"})
         return HIDDEN
 
@@ -59,7 +60,7 @@ class Hooks:
         )
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._running: concurrent.futures.Future[None] | None = None
+        self._running: concurrent.futures.Future[BaseException | None] | None = None
         self._told_at: dict[int, float] = {}
         self._busy = False
         self._closing = False
@@ -138,7 +139,7 @@ class Hooks:
                 self._busy = True
             try:
                 self._call(hook, about)
-            except Exception:
+            except BaseException:  # SystemExit too: later ones are called
                 logger.exception(
                     "Hook failed",
                     extra={"action": "hook_failed", "hook": name, "run_id": about["run_id"]},
@@ -149,14 +150,25 @@ class Hooks:
         if not inspect.isawaitable(result):
             return
 
-        async def awaited() -> None:
-            await result
+        async def awaited() -> BaseException | None:
+            try:
+                await result
+            except asyncio.CancelledError:
+                if self._ending:
+                    raise
+                return asyncio.CancelledError("the hook cancelled itself")
+            except BaseException as exc:  # noqa: BLE001 - it would break through the loop
+                return exc
+            return None
 
-        if self._loop is None:
-            asyncio.run(awaited())
-            return
+        raised = asyncio.run(awaited()) if self._loop is None else self._on_loop(awaited())
+        if raised is not None:
+            raise raised
+
+    def _on_loop(self, code: Coroutine[Any, Any, BaseException | None]) -> BaseException | None:
+        assert self._loop is not None  # noqa: S101 - asked before
         with self._changed:
-            self._running = asyncio.run_coroutine_threadsafe(awaited(), self._loop)
+            self._running = asyncio.run_coroutine_threadsafe(code, self._loop)
             if self._ending:
                 self._running.cancel()
-        self._running.result()
+        return self._running.result()

@@ -38,6 +38,7 @@ from fanout_procrastinate import (
     outcomes,
     permits,
     processes,
+    sanitise,
     settings,
     store,
 )
@@ -164,7 +165,7 @@ class Context(context.ItemContext):
 
     def log(self, message: str, **data: Any) -> None:
         """Log a line with the item's ids, in the worker."""
-        self._line.ask("log", message=message, data=data)
+        self._line.ask("log", message=message, data=sanitise.plain(data))
 
     def progress(self, fraction: float) -> None:
         """Show how far this item is; see `ItemContext.progress`."""

@@ -114,6 +114,11 @@ class Progress:
         return (self.total - self.done) / self.rate
 
     @property
+    def clean(self) -> bool:
+        """Return whether it completed and no item failed or was cancelled."""
+        return self.status is RunStatus.COMPLETED and not self.failed and not self.cancelled
+
+    @property
     def closed(self) -> bool:
         """Return whether the run is final."""
         return self.status.closed

@@ -526,11 +526,11 @@ class _Patience:
 
 
 def _judged(progress: models.Progress, raise_on_failure: bool) -> models.Progress:
-    clean = progress.status is models.RunStatus.COMPLETED and progress.failed == 0
-    if raise_on_failure and not clean:
+    if raise_on_failure and not progress.clean:
+        cancelled = f" and {progress.cancelled} cancelled" if progress.cancelled else ""
         raise errors.RunFailed(
-            f"run {progress.run_id} is {progress.status} with {progress.failed} failed of "
-            f"{progress.total} items" + (f": {progress.reason}" if progress.reason else ""),
+            f"run {progress.run_id} is {progress.status} with {progress.failed} failed{cancelled} "
+            f"of {progress.total} items" + (f": {progress.reason}" if progress.reason else ""),
             progress=progress,
         )
     return progress

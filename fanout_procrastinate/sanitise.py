@@ -134,6 +134,22 @@ def clean(value: Any, *, keep_objects: bool = False) -> tuple[Any, bool]:
         return UNREADABLE, True
 
 
+def plain(value: Any) -> Any:
+    """Return a copy of the value made of plain JSON types. Never raises.
+
+    Models, dataclasses, dates and the like become what pydantic makes of them; otherwise as
+    ``clean`` does.
+
+    Example:
+        >>> plain({"sizes": (1, 2), "seen": {3}, "part": b"ab"})
+        {'sizes': [1, 2], 'seen': [3], 'part': 'YWI='}
+    """
+    try:
+        return _Plainer(keep_objects=False).walk(value)
+    except Exception:  # noqa: BLE001 - no stack or memory left: say so in place of the value
+        return UNREADABLE
+
+
 def clean_text(text: str) -> str:
     """Return the text with NUL characters and lone surrogates replaced by U+FFFD."""
     return _FORBIDDEN.sub("\ufffd", text)
@@ -194,6 +210,9 @@ class _Cleaner:
             return self._float(float.__pos__(value))
         if issubclass(kind, dict | list | tuple | set | frozenset):
             return self._container(kind, value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
         if self._keep_objects:
             return value
         return self._replace(self._describe(value))
@@ -268,3 +287,14 @@ class _Cleaner:
         except BaseException:  # noqa: BLE001 - a repr() of the user's may raise anything at all
             shown = f"<{type.__dict__['__name__'].__get__(type(value))}>"
         return clean_text(shown)
+
+
+class _Plainer(_Cleaner):
+    def _object(self, value: Any) -> Any:
+        try:
+            made = pydantic_core.to_jsonable_python(
+                value, bytes_mode="base64", fallback=self._describe
+            )
+        except Exception:  # noqa: BLE001 - serialisers may be the user's code
+            return UNREADABLE  # not its repr(), which nothing could redact
+        return self.walk(made)

@@ -275,8 +275,11 @@ def still_mine(holding: models.Holding, position: int, claim: int) -> Call[bool]
 # -- the sweep
 
 
-def silent(lease: float) -> Call[list[int]]:
-    return Call("silent", {"lease": lease}, lambda rows: [row["run_id"] for row in rows])
+def silent(lease: float) -> Call[dict[int, str]]:
+    """Return the runs with something at work that is silent, and what."""
+    return Call(
+        "silent", {"lease": lease}, lambda rows: {row["run_id"]: row["finding"] for row in rows}
+    )
 
 
 def sweep_plan(lease: float, limit: int) -> Call[dict[int, str]]:

@@ -66,8 +66,8 @@ class Sweeper:
         return models.SweepReport(runs=runs, done=+done, errors=failed)
 
     def look_once(self) -> models.SweepReport:
-        """Look for silent slots only, which is cheap; otherwise like `sweep_once`."""
-        runs = dict.fromkeys(self.run(store.silent(self.lease)), "silent slot")
+        """Look only for what is at work and silent, which is cheap; otherwise like `sweep_once`."""
+        runs = self.run(store.silent(self.lease))
         done, failed = self._repair(runs)
         self.on_swept(+done)
         return models.SweepReport(runs=runs, done=+done, errors=failed)

@@ -126,7 +126,8 @@ class Run:
         self.status, self.closing, self.paused, self.stop_owed = status, None, False, False
         self.closes[self.generation] = status
         self.slots.clear()
-        clean = status == "completed" and not self.failed
+        states = {item.status for item in self.items}
+        clean = status == "completed" and not states & {"failed", "cancelled"}
         for callback in self.spec["callbacks"]:
             if callback["on"] in ("complete", "success" if clean else "failure"):
                 self.callbacks[self.generation, callback["task"]] = "owed"
@@ -221,7 +222,7 @@ class World:
     def step(self) -> Iterator[None]:
         self.sound = False
         self.p.advance(0.001)
-        if self.now - self.renewed > seconds(LEASE / 4):
+        if self.now - self.renewed > seconds(LEASE / 3):
             self._renew_all()
         yield
         for run in self.runs.values():
@@ -812,8 +813,7 @@ class World:
         gone = {
             number: slot
             for number, slot in run.slots.items()
-            # A slot before the lease is over: its item goes on within it.
-            if self._silent(slots[number], 0.5) and self._looked_at(slots[number]["suspect_since"])
+            if self._silent(slots[number]) and self._looked_at(slots[number]["suspect_since"])
         }
         failed = [self._rescue(run, number, slot) for number, slot in gone.items()]
         if run.status == "processing" and any(failed) and run.intolerable and not run.closing:
@@ -826,11 +826,11 @@ class World:
             self._swept_manager(run, before)
         self._swept_callbacks(run, callbacks)
 
-    def _silent(self, row: Row, share: float = 1.0) -> bool:
-        return bool(row["seen_at"] < self.now - datetime.timedelta(seconds=LEASE * share))
+    def _silent(self, row: Row) -> bool:
+        return bool(row["seen_at"] < self.now - datetime.timedelta(seconds=LEASE / 2))
 
     def _looked_at(self, suspect_since: datetime.datetime | None) -> bool:
-        second = self.now - datetime.timedelta(seconds=LEASE / 3)
+        second = self.now - datetime.timedelta(seconds=LEASE / 4)
         return suspect_since is not None and suspect_since <= second
 
     def _rescue(self, run: Run, number: int, slot: Slot) -> bool:

@@ -121,7 +121,7 @@ def _watch(use: session.Session) -> command.Exit:
         latest = _until_closed(owner, watched, live)
     if use.options.json:
         use.answer([latest[one.id].as_dict() for one in watched], lambda screen: None)
-    clean = all(one.status == "completed" and one.failed == 0 for one in latest.values())
+    clean = all(one.clean for one in latest.values())
     return command.Exit.OK if clean else command.Exit.UNCLEAN
 
 

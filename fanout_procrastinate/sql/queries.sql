@@ -136,8 +136,8 @@ SELECT EXISTS (
         OR ready = %(position)s AND ready_claim = %(claim)s)) AS mine
 
 -- silent --
--- The runs with slots that are silent.
-SELECT run_id FROM fanout_silent_v1(%(lease)s) AS run_id
+-- The runs with something at work that is silent, and what.
+SELECT run_id, finding FROM fanout_silent_v1(%(lease)s)
 
 -- sweep_plan --
 -- Find the runs on which a sweep has something to do.

@@ -133,7 +133,7 @@ BEGIN
     FROM fanout_slots s WHERE s.run_id = r.id AND s.held IS NOT NULL
     GROUP BY s.held HAVING count(*) > 1
     UNION ALL
-    -- A sweep marks, another one rescues: a third of a lease apart and more.
+    -- A sweep marks, another one rescues: a quarter of a lease later at the earliest.
     (SELECT 'silent_slot', 'slot ' || s.slot, format('silent for %s s, and no sweep has come',
         round(extract(epoch FROM v_now - s.seen_at))), true
     FROM fanout_slots s
@@ -267,6 +267,7 @@ BEGIN
         FROM fanout_closes c CROSS JOIN jsonb_array_elements(r.callbacks) d
         WHERE c.run_id = r.id AND (d->>'on' = 'complete' OR d->>'on' = CASE
             WHEN c.status = 'completed' AND (c.progress->>'failed')::bigint = 0
+                AND (c.progress->>'cancelled')::bigint = 0
             THEN 'success' ELSE 'failure' END)
     ) w
     FULL JOIN (

@@ -387,7 +387,7 @@ BEGIN
     ) waiting;
     DELETE FROM fanout_slots WHERE run_id = p_run;
     v_clean := p_status = 'completed' AND NOT EXISTS (
-        SELECT FROM fanout_ledgers WHERE run_id = p_run AND failed > 0);
+        SELECT FROM fanout_ledgers WHERE run_id = p_run AND (failed > 0 OR cancelled > 0));
     INSERT INTO fanout_callbacks (run_id, generation, task, queue, priority)
     SELECT p_run, r.generation, c->>'task', c->>'queue', (c->>'priority')::integer
     FROM jsonb_array_elements(r.callbacks) c

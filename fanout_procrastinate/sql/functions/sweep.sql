@@ -77,12 +77,20 @@ LANGUAGE sql STABLE AS $$
     LEFT JOIN procrastinate_jobs j ON j.id = x.wanted
 $$;
 
--- The runs with slots that are silent for so long that they are to be marked or rescued. Reads only.
-CREATE OR REPLACE FUNCTION fanout_silent_v1(p_lease double precision) RETURNS SETOF bigint
-LANGUAGE sql STABLE AS $$
-    SELECT DISTINCT run_id FROM fanout_slots
-    WHERE active AND seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
-    ORDER BY 1
+-- What is at work and has missed a renewal: it is to be marked, or rescued. Reads only.
+CREATE OR REPLACE FUNCTION fanout_silent_v1(p_lease double precision)
+RETURNS TABLE (run_id bigint, finding text) LANGUAGE sql STABLE
+SET enable_seqscan = off AS $$
+    SELECT s.run_id, 'silent slot' FROM fanout_slots s
+    WHERE s.active AND s.seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
+    UNION
+    SELECT r.id, 'silent manager' FROM fanout_runs r
+    WHERE r.status = 'pending'
+        AND r.manager_seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
+    UNION
+    SELECT c.run_id, 'silent callback' FROM fanout_callbacks c
+    WHERE c.state = 'running'
+        AND c.seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
 $$;
 
 -- The open runs on which a sweep has something to do, and what. Reads only.
@@ -91,12 +99,10 @@ RETURNS TABLE (run_id bigint, finding text) LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off
 AS $$
 #variable_conflict use_column
-DECLARE
-    v_silent timestamptz := clock_timestamp() - make_interval(secs => p_lease);
 BEGIN
     RETURN QUERY
     SELECT f.run_id, string_agg(DISTINCT f.finding, ', ') FROM (
-        SELECT s.run_id, 'silent slot' AS finding FROM fanout_silent_v1(p_lease) s (run_id)
+        SELECT s.run_id, s.finding FROM fanout_silent_v1(p_lease) s
         UNION ALL
         SELECT s.run_id, 'lost job' FROM fanout_slots s
         WHERE NOT s.active AND s.seen_at < clock_timestamp() - interval '1 second'
@@ -144,16 +150,12 @@ BEGIN
         WHERE r.status IN ('pending', 'processing') AND r.closing IS NULL
             AND r.deadline <= clock_timestamp()
         UNION ALL
-        SELECT r.id, 'silent manager' FROM fanout_runs r
-        WHERE r.status = 'pending' AND r.manager_seen_at < v_silent
-        UNION ALL
         SELECT r.id, 'lost manager job' FROM fanout_runs r
         WHERE r.status = 'pending' AND r.manager_task IS NOT NULL AND r.manager_seen_at IS NULL
             AND fanout_job_lost_v1(r.manager_job_id, p_lease) IS NOT NULL
         UNION ALL
-        SELECT c.run_id, 'callback' FROM fanout_callbacks c
-        WHERE c.state = 'running' AND c.seen_at < v_silent
-            OR c.state = 'owed' AND fanout_job_lost_v1(c.job_id, p_lease) IS NOT NULL
+        SELECT c.run_id, 'lost callback job' FROM fanout_callbacks c
+        WHERE c.state = 'owed' AND fanout_job_lost_v1(c.job_id, p_lease) IS NOT NULL
         UNION ALL
         SELECT r.id, 'stray job' FROM fanout_runs r
         -- The numbers in use and some beyond: one look into the index of waiting locks for each.
@@ -330,7 +332,9 @@ BEGIN
     r := fanout_lock_run_v1(p_run);
     PERFORM FROM fanout_slots WHERE run_id = p_run ORDER BY slot FOR UPDATE;
     v_now := clock_timestamp();
-    v_silent := v_now - make_interval(secs => p_lease);
+    -- What is silent is marked once half a lease is over, which is a renewal missed, and rescued
+    -- when it is silent still a quarter later: what it held goes on within a lease.
+    v_silent := v_now - make_interval(secs => p_lease / 2);
     v_second := v_now - make_interval(secs => p_lease / 4);
     IF r.id IS NULL OR r.status NOT IN ('pending', 'processing') THEN
         -- A closed run keeps no slots; only its callbacks can still be owed.
@@ -341,11 +345,8 @@ BEGIN
         END IF;
     END IF;
 
-    -- Silent slots: marked once half a lease is over, which is a renewal missed; rescued when they
-    -- are silent still a quarter later: what they held goes on within a lease.
-    FOR s IN SELECT slot, seen_at, suspect_since FROM fanout_slots
-        WHERE run_id = p_run AND active
-            AND seen_at < v_now - make_interval(secs => p_lease / 2) ORDER BY slot LOOP
+    FOR s IN SELECT slot, suspect_since FROM fanout_slots
+        WHERE run_id = p_run AND active AND seen_at < v_silent ORDER BY slot LOOP
         IF s.suspect_since IS NULL THEN
             UPDATE fanout_slots SET suspect_since = v_now WHERE run_id = p_run AND slot = s.slot;
             v_outcome := 'marked';
