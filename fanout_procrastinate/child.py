@@ -40,18 +40,13 @@ _QUICK_SECONDS = 0.25
 _KEPT_SECONDS = 0.3
 
 worker_of_job: contextvars.ContextVar[Any] = contextvars.ContextVar("fanout_worker", default=None)
-"""The host's worker, as a task middleware sees it: it alone tells concurrency and shutdown."""
+"""The host's worker, as a task middleware sees it: it alone tells of its shutdown."""
 
 
 async def note_worker(call_next: Callable[[], Any], job: Any, worker: Any) -> Any:
     """Remember the worker while one of our jobs runs; a task middleware of the host's."""
     worker_of_job.set(worker)
     return await call_next()
-
-
-def worker_places() -> int:
-    """Return the concurrency of the worker that runs this job."""
-    return int(getattr(worker_of_job.get(), "concurrency", 1))
 
 
 def worker_stops() -> bool:
@@ -103,7 +98,7 @@ class Work:
             encoded = self.results.dump_result(end.value)
             if encoded.size > self.max_result_bytes:
                 raise errors.ResultTooLarge(encoded.size, self.max_result_bytes)
-        except Exception as exc:  # noqa: BLE001 - serialisers may be the user's code
+        except BaseException as exc:  # noqa: BLE001 - serialisers may be the user's code
             return self.failure(exc, attempt)
         return {"outcome": "succeeded", "result": encoded.text, "sanitised": encoded.cleaned}
 
@@ -170,10 +165,11 @@ class Slot:
             if self.hold is not None:
                 self.runtime.keeper.remove(self.hold)
             self.reporter.release_suspect(self.epoch)
+        if self.current is not None and not (self.cancelled and worker_stops()):
+            # Until its thread has ended, the worker's place is taken.
+            await self.current.leftover()
         if self.cancelled:
             raise asyncio.CancelledError
-        if self.current is not None:
-            await self.current.leftover()
 
     async def _turn(self, reply: models.Reply) -> models.Reply:
         if reply.verdict == "item":
@@ -276,6 +272,9 @@ class Slot:
                 columns = await self._worked(reply)
             except asyncio.CancelledError:
                 self.cancelled = True
+                if isinstance(self.current, execution.Execution) and self.current.ended:
+                    # It was done in the same turn of the loop.
+                    columns = self.work.outcome_of(self.current.ended, (reply.failures or 0) + 1)
             except execution.Stopped:
                 pass
             self.quick = time.monotonic() - begun
@@ -303,8 +302,7 @@ class Slot:
         if options.pass_context:
             self.item = self._context(reply, attempt)
             args.insert(0, self.item)
-        threads = self.runtime.threads(worker_places())
-        self.current = execution.Execution(work.function, threads)
+        self.current = execution.Execution(work.function, self.runtime.threads)
         assert self.hold is not None  # noqa: S101 - set by serve
         if options.timeout is not None:
             self.hold.renew_until = time.monotonic() + options.timeout + _RENEWAL_GRACE_SECONDS

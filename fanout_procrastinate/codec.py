@@ -113,7 +113,7 @@ class Codec:
         """
         try:
             return self._adapter.validate_json(text, by_alias=True, by_name=True)
-        except Exception as exc:  # validators are the user's code
+        except BaseException as exc:  # validators are the user's code
             raise self._refusal("no longer fits", exc) from exc
 
     def load_parsed(self, value: Any) -> Any:
@@ -206,7 +206,7 @@ class Codec:
         except Exception:  # noqa: BLE001 - the text is storable; only the mark is in question
             return False
 
-    def _refusal(self, what: str, exc: Exception) -> errors.InvalidValue:
+    def _refusal(self, what: str, exc: BaseException) -> errors.InvalidValue:
         return errors.InvalidValue(f"{what} {self.name}: {_one_line(exc)}")
 
 
@@ -258,7 +258,7 @@ def _name_of(annotation: Any) -> str:
     return str(annotation).replace("typing.", "")[:100]
 
 
-def _one_line(exc: Exception) -> str:
+def _one_line(exc: BaseException) -> str:
     """Return what an exception says, in one line of bounded length."""
     try:
         text = _problems(exc) if isinstance(exc, pydantic.ValidationError) else str(exc)

@@ -45,8 +45,8 @@ class ItemContext:
     def still_mine(self) -> bool:
         """Ask the database whether an outcome of this item would still be recorded.
 
-        False once another worker has taken the item over, for this process was silent for longer
-        than a lease.
+        False once another worker has taken the item over, for this process was silent for too
+        long.
 
         Raises:
             DatabaseError: the database did not answer.

@@ -53,6 +53,8 @@ class Execution:
     _task: asyncio.Task[Returned | Raised] | None = None
     _thread_done: asyncio.Event | None = None
     _told: asyncio.Future[None] | None = None
+    ended: Returned | Raised | None = None
+    """How the function had ended already when the caller of `run` was cancelled."""
 
     async def run(self, *args: Any, timeout: float | None, **kwargs: Any) -> Returned | Raised:
         """Call the function and wait for its end, `timeout` seconds at most.
@@ -75,6 +77,8 @@ class Execution:
         try:
             await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
+            if self._task.done():
+                self.ended = _outcome(self._task)
             await self._cancel()
             raise
         if self._told.done():
@@ -134,9 +138,16 @@ class Execution:
         except BaseException as exc:  # noqa: BLE001 - e.g. the pool was shut down
             done.set()
             return Raised(exc)
-        if isinstance(result, Returned) and inspect.isawaitable(result.value):
+        if isinstance(result, Returned) and _is_awaitable(result.value):
             return await _awaited(result.value)  # async after all: an object, a wrapper
         return result
+
+
+def _is_awaitable(value: Any) -> bool:
+    try:
+        return inspect.isawaitable(value)
+    except BaseException:  # noqa: BLE001 - it asks the value's own code for its class
+        return False
 
 
 def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -200,8 +200,13 @@ def is_open(connector: Any) -> bool:
         return False
 
 
+def is_in_memory(connector: Any) -> bool:
+    """Return whether this is the connector of tests without a database."""
+    return type(connector) is procrastinate.testing.InMemoryConnector
+
+
 def _check_database(connector: Any) -> None:
-    if type(connector) is procrastinate.testing.InMemoryConnector:
+    if is_in_memory(connector):
         raise errors.ConfigurationError(
             "a run needs PostgreSQL, and this app's connector keeps everything in memory; in tests "
             "use fanout_procrastinate.testing.run_inline, which needs no database"

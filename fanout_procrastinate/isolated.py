@@ -17,6 +17,7 @@ import inspect
 import json
 import logging
 import operator
+import re
 import resource
 import runpy
 import socket
@@ -249,11 +250,13 @@ def find(request: processes.Message) -> children.Child[..., Any]:
         _set_up_django()
     address = isolation.Address(**request["address"])
     main = None if address.main is None else tuple(address.main)
+    # What was started has another name here, and so have its children that were given none.
+    names = {address.name, re.sub("^__main__[.]", f"{_MAIN}.", address.name)}
     for name in dict.fromkeys((address.declared_in, address.module)):
         module = _load_main(*main) if name == "__main__" and main else importlib.import_module(name)
         for value in (*vars(module).values(), _attribute(module, address.qualname)):
             # Not isinstance, which would wake up lazy objects.
-            if issubclass(type(value), children.Child) and value.name == address.name:
+            if issubclass(type(value), children.Child) and value.name in names:
                 found: children.Child[..., Any] = value
                 return found
     raise errors.ConfigurationError(

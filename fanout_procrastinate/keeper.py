@@ -1,4 +1,4 @@
-"""A thread of its own in every process that executes our jobs: it renews and it sweeps.
+"""A thread of its own in every worker process: it renews and it sweeps.
 
 The host worker's heartbeat will not do: it stops during a graceful shutdown, and whatever runs on
 the event loop is silent while a child blocks that loop.
@@ -53,6 +53,7 @@ class Keeper:
         sweep_interval: seconds between sweeps; in the middle between two, it is looked for who is
             silent.
         renew_besides: renews what is neither a slot nor a hold.
+        abandoned: whether nobody can end what is held here any more: nothing is renewed then.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Keeper:
         renew_interval: float,
         sweep_interval: float,
         renew_besides: Callable[[], None] = lambda: None,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
         self._sweep = sweep
         self._renew_interval = renew_interval
         self._look_interval = sweep_interval / 2
         self._renew_besides = renew_besides
+        self._abandoned = abandoned
         self._holds: set[Hold] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -79,11 +82,11 @@ class Keeper:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 3.0) -> None:
         """Stop the thread and wait for it, `timeout` seconds at most."""
         self._stopping = True
         self._wake.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def add(self, hold: Hold) -> None:
@@ -130,7 +133,7 @@ class Keeper:
         whole = True
         while not self._stop_requested():
             self._wake.wait(max(0.0, min(next_renewal, next_look) - time.monotonic()))
-            if self._stop_requested():
+            if self._stop_requested() or self._abandoned():
                 return
             if time.monotonic() >= next_renewal:
                 next_renewal = time.monotonic() + self._renew_interval

@@ -149,7 +149,7 @@ class Manager(Generic[P, R]):
     @overload
     def on_success(self, **options: Unpack[CallbackOptions]) -> Callable[[F], F]: ...
     def on_success(self, function: Any = None, **options: Any) -> Any:
-        """Call this function when a run completes without a failed item; see `on_complete`."""
+        """Call this function when a run completes with every item done; see `on_complete`."""
         return self._decorated("success", function, options)
 
     @overload

@@ -35,6 +35,7 @@ from fanout_procrastinate import (
 logger = logging.getLogger(__name__)
 
 _LINGER_LEASES = 2.0
+_MOST_THREADS = 10_000
 
 
 class Runtime:
@@ -89,7 +90,9 @@ class Runtime:
             renew_interval=configured.renew_interval,
             sweep_interval=configured.sweep_interval,
             renew_besides=functools.partial(self.permits.renew_once, self._keeper_database.run),
+            abandoned=self._abandoned,
         )
+        self._loop = asyncio.get_running_loop()
         self._on_close = on_close
         self._jobs = 0
         self._jobs_ended = 0
@@ -98,8 +101,6 @@ class Runtime:
         self._idle.set()
         self._closing = asyncio.Event()
         self._reporters: dict[int, reporter.Reporter] = {}
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
-        self._thread_count = 0
         self._owner: asyncio.Task[None] | None = None
 
     def attend(self, worker: asyncio.Task[Any]) -> None:
@@ -142,16 +143,15 @@ class Runtime:
             if mine.slots == 0:
                 self._reporters.pop(run_id, None)
 
-    def threads(self, count: int) -> concurrent.futures.ThreadPoolExecutor:
-        """Return the threads of sync children: as many as the worker has places."""
-        if self._threads is None or count > self._thread_count:
-            if self._threads is not None:
-                self._threads.shutdown(wait=False)
-            self._thread_count = count
-            self._threads = concurrent.futures.ThreadPoolExecutor(
-                max_workers=count, thread_name_prefix="fanout-child"
-            )
-        return self._threads
+    @functools.cached_property
+    def threads(self) -> concurrent.futures.ThreadPoolExecutor:
+        """Threads of sync children: as many as are at work, which the workers' places limit.
+
+        One that goes on after it was given up takes no other child's thread.
+        """
+        return concurrent.futures.ThreadPoolExecutor(
+            max_workers=_MOST_THREADS, thread_name_prefix="fanout-child"
+        )
 
     async def close(self) -> None:
         """Close at once what is idle; a job that still runs keeps it open."""
@@ -166,20 +166,34 @@ class Runtime:
 
     async def _own(self) -> None:
         try:
-            while True:
-                await self._idle.wait()
-                ended = self._jobs_ended
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LINGER_LEASES * self.settings.lease):
-                        await self._closing.wait()
-                await asyncio.to_thread(self.hooks.drain)
-                idle = not self._workers and self._jobs_ended == ended
-                if self._jobs == 0 and (self._closing.is_set() or idle):
-                    return
-        finally:
+            await self._until_idle()
+        except BaseException:
+            # The loop is ending, and waits for nobody.
             self._on_close()
-            # Blocking on purpose: the loop may be ending, and nothing else of ours is at work.
             self._close()
+            raise
+        self._on_close()
+        await asyncio.to_thread(self._close)
+
+    async def _until_idle(self) -> None:
+        while True:
+            await self._idle.wait()
+            ended = self._jobs_ended
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_LEASES * self.settings.lease):
+                    await self._closing.wait()
+            await asyncio.to_thread(self.hooks.drain)
+            idle = not self._workers and self._jobs_ended == ended
+            if self._jobs == 0 and (self._closing.is_set() or idle):
+                return
+
+    def _abandoned(self) -> bool:
+        """Close, in the keeper's thread, where the loop was closed without ending its tasks."""
+        if not self._loop.is_closed():
+            return False
+        self._on_close()
+        self._close()
+        return True
 
     def _close(self) -> None:
         self.processes.close()
@@ -190,5 +204,5 @@ class Runtime:
             self.hints.close()
         self.database.close()
         self._keeper_database.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        if "threads" in vars(self):
+            self.threads.shutdown(wait=False)

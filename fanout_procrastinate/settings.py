@@ -45,8 +45,8 @@ class Settings:
             when an item has failed for good, in the worker that reported it. Sync or async.
         on_stuck: called with ``run_id``, ``closed`` and ``reason`` by the process whose sweep
             closed a run as stuck, or found it waiting for a worker. Sync or async.
-        redact: a function of payloads, results and the data of log lines, as JSON, that returns
-            what of them may be shown on the dashboard and in events.
+        redact: a function of payloads, results and the data of log lines, each a copy made of
+            plain JSON types, that returns what of them may be shown on the dashboard and in events.
 
     Raises:
         ConfigurationError: a value cannot work; the message names the remedy.

@@ -265,6 +265,28 @@ ERRORS: list[tuple[str, Any, str, int]] = [
 ]
 
 
+class Unbound:
+    """What stands for something else, and is bound to nothing yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise KeyboardInterrupt
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise KeyboardInterrupt
+
+
+async def test_result_that_resists_every_look_at_it(app: procrastinate.App, conn: Conn) -> None:
+    def child(item: int) -> Any:
+        return Unbound()
+
+    progress, (item,), run = await worked(app, child, [1], max_attempts=1)
+    assert counts(progress) in ({"failed": 1, "total": 1}, {"succeeded": 1, "total": 1})
+    assert (item.attempts, item.crashes) == (1, 0)
+    invariants.check(conn, run.id)
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_every_way_of_leaving_is_recorded(
     app: procrastinate.App, conn: Conn, kind: str
@@ -479,7 +501,72 @@ async def test_never_more_than_max_in_flight(app: procrastinate.App, conn: Conn)
     assert max(most) == 3
 
 
+async def test_workers_on_one_loop_have_threads_for_all_their_places(
+    app: procrastinate.App,
+) -> None:
+    @fanout_child(app, timeout=1.0, max_attempts=1)
+    def child(item: int) -> None:
+        time.sleep(0.6)
+
+    async with serving(app, concurrency=1), working(app, concurrency=1):
+        run = await child.map_async(range(4))
+        assert counts(await finished(run)) == {"succeeded": 4, "total": 4}
+
+
 # -- given back at no charge
+
+
+async def test_an_aborted_thread_keeps_its_place_and_nobody_elses(
+    app: procrastinate.App, conn: Conn, gate: threading.Event
+) -> None:
+    """What is handed out next does not wait behind it while its own time limit counts."""
+
+    @fanout_child(app, timeout=0.5, max_attempts=1)
+    def child(item: int) -> int:
+        if item == 0:
+            gate.wait(20)
+        return item
+
+    async with serving(app, concurrency=1, abort_job_polling_interval=0.05):
+        run = await child.map_async([0], max_in_flight=1)
+        await wait_until_async(lambda: jobs(conn, status="doing"))
+        (job,) = jobs(conn, status="doing")
+        await asyncio.sleep(0.1)
+        await app.job_manager.cancel_job_by_id_async(job["id"], abort=True)
+        other = await child.map_async([1, 2, 3])
+        await wait_until_async(
+            lambda: conn.execute(
+                "SELECT FROM fanout_items WHERE claim > 1 OR due < now()"
+            ).fetchall()
+        )
+        await asyncio.sleep(0.6)
+        gate.set()
+        for one, count in ((other, 3), (run, 1)):
+            assert counts(await finished(one)) == {"succeeded": count, "total": count}
+            assert {item.attempts async for item in one.items()} == {1}
+
+
+async def test_a_thread_that_outlives_its_worker_is_not_waited_for(
+    app: procrastinate.App, conn: Conn, gate: threading.Event
+) -> None:
+    @fanout_child(app, timeout=1.0, max_attempts=1)
+    def child(item: int) -> int:
+        if not gate.is_set():
+            begun.set()
+            gate.wait(20)
+        return item
+
+    begun = threading.Event()
+    async with opened(app):
+        async with working(app, concurrency=1, shutdown_graceful_timeout=0.05):
+            run = await child.map_async([1])
+            await wait_until_async(begun.is_set)
+        waiting, gate.wait = gate.wait, lambda timeout=None: True  # type: ignore[method-assign]
+        try:
+            async with working(app, concurrency=1):
+                assert counts(await finished(run)) == {"succeeded": 1, "total": 1}
+        finally:
+            gate.wait = waiting  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -869,8 +956,7 @@ async def test_waiting_items_stay_as_they_are(app: procrastinate.App, conn: Conn
 # -- odds and ends
 
 
-def test_outside_of_a_worker_there_is_one_place_and_no_end() -> None:
-    assert child_module.worker_places() == 1
+def test_outside_of_a_worker_there_is_no_end() -> None:
     assert not child_module.worker_stops()
 
 

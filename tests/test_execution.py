@@ -166,6 +166,24 @@ async def test_thread_past_its_limit_goes_on(
     assert not call.thread_stuck()
 
 
+async def test_result_that_came_before_the_cancellation_is_kept() -> None:
+    """Both in one turn of the loop: the caller is cancelled, and can still record what is done."""
+
+    async def function() -> int:
+        return 5
+
+    call = Execution(function)
+    running = asyncio.create_task(call.run(timeout=None))
+    await asyncio.sleep(0)  # it begins, and
+    await asyncio.sleep(0)  # ends
+    assert call._task is not None and call._task.done()
+    assert not running.done()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert call.ended == Returned(5)
+
+
 @pytest.mark.parametrize("end", ["limit", "given up", "cancelled", "shut down"])
 async def test_call_that_never_began_leaves_nothing(end: str) -> None:
     """It waited behind a thread that is stuck: nobody may wait for it."""

@@ -583,14 +583,34 @@ class TestFinding:
         assert (record["type"], record["class"]) == ("ModuleNotFoundError", "transient")
         assert (columns["outcome"], columns["retry_in"]) == ("released", 0.5)
 
-    @pytest.mark.parametrize("how", ["path", "module"])
+    @pytest.mark.parametrize(
+        ("how", "name", "qualname"),
+        [
+            ("path", "written", "own"),
+            ("module", "written", "own"),
+            ("path", "__main__.unnamed", "unnamed"),
+        ],
+    )
     async def test_what_the_worker_was_started_as(
-        self, pool: processes.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+        self,
+        pool: processes.Pool,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        how: str,
+        name: str,
+        qualname: str,
     ) -> None:
-        written(tmp_path, monkeypatch, "started", "if __name__ == '__main__': raise SystemExit")
+        unnamed = """
+            @fanout_child(app, isolate=True)
+            def unnamed(item: dict) -> str:
+                return item["name"]
+            if __name__ == '__main__':
+                raise SystemExit
+        """
+        written(tmp_path, monkeypatch, "started", textwrap.dedent(unnamed))
         main = (how, "started" if how == "module" else str(tmp_path / "started.py"))
         address = isolation.Address(
-            name="written", declared_in="__main__", module="__main__", qualname="own", main=main
+            name=name, declared_in="__main__", module="__main__", qualname=qualname, main=main
         )
         changes = {"address": dataclasses.asdict(address)}
         end = await attempt(pool, isolated.act, **changes).run(timeout=5)

@@ -312,6 +312,23 @@ def test_verdict_that_cannot_be_told_disturbs_nobody(caplog: pytest.LogCaptureFi
     assert "Unexpected error" in caplog.text
 
 
+def test_what_nobody_can_end_is_renewed_no_more() -> None:
+    """Its loop was closed under it: another worker may have the items."""
+    asked: list[bool] = []
+
+    def abandoned() -> bool:
+        asked.append(True)
+        return len(asked) > 2
+
+    sweep: Any = Idle()
+    keeper = Keeper(
+        lambda call: [], sweep, renew_interval=60, sweep_interval=0.02, abandoned=abandoned
+    )
+    keeper.start()
+    keeper._thread.join(5)
+    assert not keeper._thread.is_alive() and len(asked) == 3 and len(sweep.steps) == 2
+
+
 def test_stop_is_prompt_and_may_come_at_any_time() -> None:
     keeper = keeping(lambda call: None)
     keeper.stop()  # it never started
