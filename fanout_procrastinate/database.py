@@ -40,9 +40,9 @@ _SESSION = (
 
 def mapped(exc: psycopg.Error) -> errors.FanoutError:
     """Return the library's error for one of the driver's."""
-    if exc.sqlstate in _MISSING and "fanout" in str(exc):
-        return errors.SchemaError(f"the fan-out tables are missing ({_first_line(exc)})")
-    message = _first_line(exc)
+    message = _first_line(exc)  # the lines below it quote the statement
+    if exc.sqlstate in _MISSING and "fanout" in message:
+        return errors.SchemaError(f"the fan-out tables are missing ({message})")
     if exc.sqlstate in _ELSEWHERE:
         message += '; behind a pooler give the connector kwargs={"prepare_threshold": None}'
     return errors.DatabaseError(message, sqlstate=exc.sqlstate, transient=not _refused(exc))

@@ -89,11 +89,13 @@ class Events:
             until_closed: end it after ``closed``, of a subscription to one run.
 
         Raises:
-            ConfigurationError: there is no such kind.
+            ConfigurationError: there is no such kind, or a value cannot work.
         """
         made = subscriptions.Subscription(
             run_id, kinds=kinds, limit=limit, until_closed=until_closed
         )
+        if made.ended:  # no run can have this id: it would fail the reading of all others
+            return made
         with self._changed:
             self._closing = False
             self._subscribers.add(made)

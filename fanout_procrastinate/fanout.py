@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import functools
 import logging
 import threading
@@ -31,6 +32,7 @@ from fanout_procrastinate import (
     schema,
     settings,
     store,
+    subscriptions,
     sweeper,
     telemetry,
 )
@@ -41,7 +43,9 @@ SWEEP_TASK = "fanout_procrastinate.sweep"
 
 _ATTRIBUTE = "_fanout_procrastinate"
 _TOP_PRIORITY = 2**31 - 1
+_DEFERRER = "deferrer"  # a worker's task that defers what is periodic
 _DAY = 86400
+_LONGEST_AGE = 1e9  # seconds; no time of the database overflows
 
 
 class FanOut(limit_control.LimitControl):
@@ -109,7 +113,15 @@ class FanOut(limit_control.LimitControl):
             ConfigurationError: the app is a blueprint.
         """
         found: FanOut | None = getattr(app, _ATTRIBUTE, None)
-        return found if found is not None else cls(app)
+        if found is not None:
+            return found
+        registry = getattr(app, "periodic_registry", None)
+        if not isinstance(registry, _SweepRegistry):
+            return cls(app)
+        # A copy, by `with_connector`, of an app that has its settings.
+        given = registry.fanout.settings
+        names = [field.name for field in dataclasses.fields(given)]
+        return cls(app, **{name: getattr(given, name) for name in names})
 
     # -- runs
 
@@ -118,12 +130,15 @@ class FanOut(limit_control.LimitControl):
 
         Raises:
             RunNotFound: it is not kept.
+            ConfigurationError: this is no id.
         """
-        return self.run_of(self._found(run_id, self.host.run(store.run(run_id))))
+        call = store.run(subscriptions.check_run_id(run_id))
+        return self.run_of(self._found(run_id, self.host.run(call)))
 
     async def get_run_async(self, run_id: int) -> run.Run:
         """Return a run by its id; otherwise like `get_run`."""
-        return self.run_of(self._found(run_id, await self.host.run_async(store.run(run_id))))
+        call = store.run(subscriptions.check_run_id(run_id))
+        return self.run_of(self._found(run_id, await self.host.run_async(call)))
 
     def find_run(self, name: str, run_key: str) -> run.Run:
         """Return the run that holds a run key.
@@ -134,13 +149,14 @@ class FanOut(limit_control.LimitControl):
 
         Raises:
             RunNotFound: no kept run holds it.
+            ConfigurationError: name or key is no text.
         """
-        found = self.host.run(store.find_run(name, run_key))
+        found = self.host.run(self._find(name, run_key))
         return self.get_run(self._found(run_key, found))
 
     async def find_run_async(self, name: str, run_key: str) -> run.Run:
         """Return the run that holds a run key; otherwise like `find_run`."""
-        found = await self.host.run_async(store.find_run(name, run_key))
+        found = await self.host.run_async(self._find(name, run_key))
         return await self.get_run_async(self._found(run_key, found))
 
     def runs(
@@ -160,6 +176,7 @@ class FanOut(limit_control.LimitControl):
 
         Raises:
             ValueError: there is no such status.
+            ConfigurationError: another value cannot work.
         """
         return self.host.run(self._runs(name, status, tag, limit))
 
@@ -248,6 +265,35 @@ class FanOut(limit_control.LimitControl):
         """Sweep once, now; otherwise like `sweep`."""
         return await asyncio.to_thread(self.sweep)
 
+    def prune(self, older_than: float | datetime.timedelta) -> dict[str, int]:
+        """Remove runs that closed long ago, as `retention` does, until none of them is left.
+
+        Runs that still owe a callback are kept. The library's own jobs that ended so long ago go
+        too. It works in batches, each in a transaction of its own.
+
+        Args:
+            older_than: seconds since the close, or a ``timedelta``: at least a second.
+
+        Returns how many rows were removed: ``pruned`` of runs and their items, ``pruned_jobs``.
+
+        Raises:
+            ConfigurationError: it is no such time.
+            SchemaError: the tables are missing.
+            DatabaseError: the database did not answer.
+        """
+        age = _age(older_than)
+        own = database.Database(self.connect, size=1)
+        try:
+            return sweeper.Sweeper(
+                run=own.run, lease=self.settings.lease, tasks=self._task_names()
+            ).prune(age)
+        finally:
+            own.close()
+
+    async def prune_async(self, older_than: float | datetime.timedelta) -> dict[str, int]:
+        """Remove runs that closed long ago; otherwise like `prune`."""
+        return await asyncio.to_thread(self.prune, older_than)
+
     def audit(self, run_id: int | None = None, *, timeout: float = 30.0) -> list[models.Finding]:
         """Check the invariants on the live database: counters, slots, jobs, closes, callbacks.
 
@@ -261,10 +307,13 @@ class FanOut(limit_control.LimitControl):
 
         Raises:
             RunNotFound: the run is not kept.
-            ConfigurationError: the timeout is not a number of seconds, up to a day.
+            ConfigurationError: the timeout is not a number of seconds, up to a day, or this is no
+                id.
             SchemaError: the tables are missing.
             DatabaseError: the database did not answer.
         """
+        if run_id is not None:
+            subscriptions.check_run_id(run_id)
         if not 0 < timeout <= _DAY:
             raise errors.ConfigurationError(
                 f"timeout={timeout!r}: give seconds, a number above 0 and up to {_DAY}"
@@ -316,7 +365,8 @@ class FanOut(limit_control.LimitControl):
         if not host.in_a_loop() or not host.is_open(self.app.connector):
             return
         worker = asyncio.current_task()
-        if worker is not None:
+        # Adding tasks asks too.
+        if worker is not None and worker.get_name() == _DEFERRER:
             self.runtime().attend(worker)
 
     def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -345,11 +395,22 @@ class FanOut(limit_control.LimitControl):
             raise errors.RunNotFound(run_id)
         return value
 
+    def _find(self, name: str, run_key: str) -> store.Call[int | None]:
+        for argument, value in (("name", name), ("run_key", run_key)):
+            if run.check_text(argument, value) != value:
+                raise errors.RunNotFound(run_key)  # no key has what a database cannot store
+        return store.find_run(name, run_key)
+
     def _runs(
         self, name: str | None, status: str | None, tag: str | None, limit: int
     ) -> store.Call[list[models.Progress]]:
         wanted = None if status is None else str(models.RunStatus(status))
-        return store.runs(name=name, status=wanted, tag=tag, limit=limit)
+        return store.runs(
+            name=None if name is None else run.check_text("name", name),
+            status=wanted,
+            tag=None if tag is None else run.check_text("tag", tag),
+            limit=subscriptions.check_limit(limit),
+        )
 
     # -- the periodic sweep
 
@@ -373,6 +434,19 @@ def _behind_proxy(app: Any) -> Any:
     return getattr(getattr(app, "add_tasks_from", None), "__self__", app)
 
 
+def _age(older_than: Any) -> float:
+    seconds = older_than
+    if isinstance(older_than, datetime.timedelta):
+        seconds = older_than.total_seconds()
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 1 <= seconds <= _LONGEST_AGE:
+        raise errors.ConfigurationError(
+            f"older_than={older_than!r}: give seconds, a number from 1 to {_LONGEST_AGE:g}, or a "
+            "timedelta"
+        )
+    return float(seconds)
+
+
 class _SweepRegistry(periodic.PeriodicRegistry):
     """The app's periodic tasks, and one sweep for each queue that a child is declared in.
 
@@ -388,7 +462,7 @@ class _SweepRegistry(periodic.PeriodicRegistry):
         cron: str,
     ) -> None:
         self._tasks = periodic_tasks
-        self._fanout = fanout
+        self.fanout = fanout
         self._task = task
         self._cron = cron
 
@@ -396,7 +470,7 @@ class _SweepRegistry(periodic.PeriodicRegistry):
     def periodic_tasks(  # type: ignore[override]
         self,
     ) -> Mapping[tuple[str, str], periodic.PeriodicTask[..., Any, ...]]:
-        queues = {one.queue for one in self._fanout.declared() if hasattr(one, "queue")}
+        queues = {one.queue for one in self.fanout.declared() if hasattr(one, "queue")}
         for queue in sorted(queues):
             key = (SWEEP_TASK, queue)
             if key not in self._tasks:
@@ -411,12 +485,14 @@ class _SweepRegistry(periodic.PeriodicRegistry):
                     },
                 )
         if queues:
-            # There is no hook at a worker's start; but each asks this, and nobody else does.
-            self._fanout._attend_worker()
+            # There is no hook at a worker's start; but each asks this first of all.
+            self.fanout._attend_worker()
         return self._tasks
 
 
 async def _sweep_job(context: procrastinate.JobContext, timestamp: int) -> None:
+    if host.is_in_memory(context.app.connector):
+        return  # the tests of an app that has other tasks too
     fanout = FanOut.of(context.app)
     async with fanout.runtime().job() as shared:
         loop = asyncio.get_running_loop()

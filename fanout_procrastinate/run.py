@@ -8,7 +8,7 @@ import dataclasses
 import datetime
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from fanout_procrastinate import (
@@ -30,6 +30,19 @@ T = TypeVar("T")
 _FIRST_POLL_SECONDS = 0.1
 _LONGEST_POLL_SECONDS = 2.0
 _PAGE = 500
+
+UPDATE_OPTIONS = ("max_in_flight", "tolerate", "deadline", "priority")
+START_OPTIONS = (
+    *UPDATE_OPTIONS,
+    "run_key",
+    "if_closed",
+    "queue",
+    "tags",
+    "weight",
+    "schedule_at",
+    "schedule_in",
+    "connection",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,18 +194,29 @@ class Run:
         return self._found(await self._access.host.run_async(store.progress(self.id)))
 
     def errors(self, limit: int = 10) -> list[models.ErrorGroup]:
-        """Read the failed items by type of error, the most frequent first."""
-        groups = self._access.host.run(store.errors(self.id, limit))
+        """Read the failed items by type of error, the most frequent first.
+
+        Args:
+            limit: at most so many types.
+
+        Raises:
+            RunNotFound: the run is not kept.
+            ConfigurationError: the limit is below 1.
+        """
+        groups = self._access.host.run(self._errors(limit))
         if not groups:
             self._found(self._access.host.run(store.run(self.id)))
         return groups
 
     async def errors_async(self, limit: int = 10) -> list[models.ErrorGroup]:
-        """Read the failed items by type of error, the most frequent first."""
-        groups = await self._access.host.run_async(store.errors(self.id, limit))
+        """Read the failed items by type of error; otherwise like `errors`."""
+        groups = await self._access.host.run_async(self._errors(limit))
         if not groups:
             self._found(await self._access.host.run_async(store.run(self.id)))
         return groups
+
+    def _errors(self, limit: int) -> store.Call[list[models.ErrorGroup]]:
+        return store.errors(self.id, subscriptions.check_limit(limit))
 
     def items(self, status: str | None = None) -> Pages[models.Item]:
         """Return the items in order, for ``for`` and ``async for``; read page by page.
@@ -262,6 +286,7 @@ class Run:
             WaitTimeout: it is still open; it goes on.
             RunFailed: see `raise_on_failure`.
             RunNotFound: the run is not kept.
+            ConfigurationError: the timeout is no number of seconds.
         """
         changed = threading.Event()
         patience = _Patience(timeout)
@@ -341,6 +366,9 @@ class Run:
             reason: shown with the run.
 
         A closed run's progress is returned unchanged.
+
+        Raises:
+            ConfigurationError: the reason is no text.
         """
         self._controlled(self._cancel(abort, reason))
         return self.progress()
@@ -351,7 +379,10 @@ class Run:
         return await self.progress_async()
 
     def _cancel(self, abort: bool, reason: str | None) -> store.Call[str | None]:
-        text = sanitise.clean_text(reason or "cancelled by an operator")
+        if not isinstance(abort, bool):
+            raise errors.ConfigurationError(f"abort={abort!r}: give True or False")
+        text = "" if reason is None else check_text("reason", reason)
+        text = text or "cancelled by an operator"
         return store.stop(self.id, status="cancelled", reason=text, abort=abort)
 
     def pause(self) -> models.Progress:
@@ -385,6 +416,7 @@ class Run:
 
         Raises:
             RunClosed: another run took over its ``run_key``, or it is being stopped.
+            ConfigurationError: the type is no text.
         """
         return self._reopened(self._controlled(self._retry(error_type)))
 
@@ -393,7 +425,8 @@ class Run:
         return self._reopened(await self._controlled_async(self._retry(error_type)))
 
     def _retry(self, error_type: str | None) -> store.Call[int | None]:
-        return store.retry_failed(self.id, statuses=["failed"], error_type=error_type)
+        wanted = None if error_type is None else check_text("error_type", error_type)
+        return store.retry_failed(self.id, statuses=["failed"], error_type=wanted)
 
     def _reopened(self, items: int | None) -> int:
         if self._found(items) == -1:
@@ -426,7 +459,7 @@ class Run:
         return progress()
 
     def _update(self, changes: dict[str, Any]) -> store.Call[str | None]:
-        return store.update(self.id, run_columns(changes))
+        return store.update(self.id, run_columns(changes, UPDATE_OPTIONS))
 
     def _controlled(self, call: store.Call[T | None]) -> T:
         return self._access.host.control(self._control(call))
@@ -446,8 +479,34 @@ class Run:
         return value
 
 
-def run_columns(options: Mapping[str, Any]) -> dict[str, Any]:
+def stopping(progress: models.Progress) -> bool:
+    """Return whether an open run is seen to be stopped: its `reason` then says why.
+
+    Only a stop cancels items of an open run. One that had nothing to cancel is not seen; for a
+    manager that was tried again leaves its reason behind too.
+    """
+    return not progress.closed and bool(progress.reason) and progress.cancelled > 0
+
+
+def check_text(name: str, value: Any) -> str:
+    """Return text as the database can hold it: without NUL characters and lone surrogates.
+
+    Raises:
+        ConfigurationError: it is no text.
+    """
+    if not isinstance(value, str):
+        raise errors.ConfigurationError(f"{name}={value!r}: give a str")
+    return sanitise.clean_text(value)
+
+
+def run_columns(
+    options: Mapping[str, Any], accepted: Sequence[str] = START_OPTIONS
+) -> dict[str, Any]:
     """Return options of a run as columns, checked.
+
+    Args:
+        options: by name.
+        accepted: what the caller takes, for the message about what there is not.
 
     Raises:
         ConfigurationError: a value cannot work, or there is no such option.
@@ -464,8 +523,7 @@ def run_columns(options: Mapping[str, Any]) -> dict[str, Any]:
             columns[name] = settings.check_priority(value)
         else:
             raise errors.ConfigurationError(
-                f"a run has no option {name!r}; there are max_in_flight, tolerate, deadline "
-                "and priority"
+                f"a run has no option {name!r}; there are {', '.join(accepted)}"
             )
     return columns
 
@@ -507,8 +565,8 @@ class _Patience:
     """Time the polls of a wait: often at first, rarely later, never past its end."""
 
     def __init__(self, timeout: float | None) -> None:
-        self._end = None if timeout is None else time.monotonic() + timeout
-        self._timeout = timeout
+        self._timeout = subscriptions.check_timeout(timeout)
+        self._end = None if self._timeout is None else time.monotonic() + self._timeout
         self._poll = _FIRST_POLL_SECONDS
 
     def next(self, progress: models.Progress) -> float:

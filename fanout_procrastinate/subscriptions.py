@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,9 @@ from fanout_procrastinate import errors, models
 Kind = Literal["progress", "item_failed", "log", "closed", "resync"]
 KINDS: frozenset[str] = frozenset(get_args(Kind))
 LIMIT = 1000
+LARGEST_ID = 2**63 - 1
+
+_LARGEST_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +115,7 @@ class Subscription:
         self.run_id = run_id
         self.kinds = _checked_kinds(kinds)
         self.seen: collections.OrderedDict[int, Seen] = collections.OrderedDict()
-        self._limit = limit
+        self._limit = check_limit(limit)
         self._until_closed = until_closed
         self._lock = threading.Condition()
         self._numbers = 0
@@ -124,6 +128,11 @@ class Subscription:
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._ended = False
         self._error: errors.FanoutError | None = None
+        if run_id is not None:
+            try:
+                check_run_id(run_id)
+            except errors.RunNotFound as exc:
+                self.fail(exc)
 
     # -- taking events
 
@@ -132,7 +141,9 @@ class Subscription:
 
         Raises:
             RunNotFound: the run is not kept.
+            ConfigurationError: the timeout is no number of seconds.
         """
+        timeout = check_timeout(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while True:
@@ -146,6 +157,7 @@ class Subscription:
 
     async def get_async(self, timeout: float | None = None) -> Event | None:
         """Return the next event without blocking the loop; otherwise like `get`."""
+        timeout = check_timeout(timeout)
         awake = asyncio.Event()
         sleeper = (asyncio.get_running_loop(), awake)
         try:
@@ -322,6 +334,55 @@ class Subscription:
         for loop, awake in self._sleepers:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(awake.set)
+
+
+def check_run_id(run_id: Any) -> int:
+    """Return a run's id, if it may be one.
+
+    Raises:
+        ConfigurationError: it is no whole number.
+        RunNotFound: no run can have it.
+    """
+    if not isinstance(run_id, int) or isinstance(run_id, bool):
+        raise errors.ConfigurationError(
+            f"run_id={run_id!r}: give a run's id, a whole number; int() makes one of its text"
+        )
+    if not 0 < run_id <= LARGEST_ID:
+        raise errors.RunNotFound(run_id)
+    return run_id
+
+
+def check_limit(limit: Any) -> int:
+    """Return how many are wanted at most, if that is a number of things.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    whole = isinstance(limit, int) and not isinstance(limit, bool)
+    if not whole or not 0 < limit <= _LARGEST_LIMIT:
+        raise errors.ConfigurationError(
+            f"limit={limit!r}: give a whole number from 1 to {_LARGEST_LIMIT}"
+        )
+    return int(limit)
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """Return how long to wait, if that is a number of seconds; ``None`` = for ever.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if timeout is None:
+        return None
+    try:
+        seconds = float("nan") if isinstance(timeout, bool | str) else float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        seconds = float("nan")
+    if math.isnan(seconds):
+        raise errors.ConfigurationError(
+            f"timeout={timeout!r}: give seconds, or None to wait for ever"
+        )
+    return seconds
 
 
 def _checked_kinds(kinds: Iterable[str] | None) -> frozenset[str]:

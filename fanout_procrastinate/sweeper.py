@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -61,7 +63,8 @@ class Sweeper:
         done["dead_permits"] += self.run(store.sweep_permits())
         done.update(self._pass_on())
         done.update(self._tidy())
-        done.update(self._prune())
+        if self.retention is not None:
+            done.update(self.prune(self.retention, _BATCHES_PER_SWEEP))
         self.on_swept(+done)
         return models.SweepReport(runs=runs, done=+done, errors=failed)
 
@@ -71,6 +74,35 @@ class Sweeper:
         done, failed = self._repair(runs)
         self.on_swept(+done)
         return models.SweepReport(runs=runs, done=+done, errors=failed)
+
+    def prune(self, age: float, most: int | None = None) -> dict[str, int]:
+        """Remove the runs that closed so many seconds ago, and the library's own jobs that ended.
+
+        Args:
+            age: in seconds.
+            most: batches of each kind; ``None`` = until nothing is left that was so old at first.
+
+        Returns how many rows were removed, by name.
+
+        Raises:
+            SchemaError: the tables are missing.
+            DatabaseError: the database did not answer.
+        """
+        begun = time.monotonic()
+
+        def batches(call: Callable[[float], store.Call[int]]) -> int:
+            total = 0
+            for _ in itertools.count() if most is None else range(most):
+                rows = self.run(call(age + time.monotonic() - begun))
+                total += rows
+                if rows == 0:
+                    break
+            return total
+
+        return {
+            "pruned": batches(lambda age: store.prune(age, _ROWS_PER_BATCH)),
+            "pruned_jobs": batches(lambda age: store.prune_jobs(self.tasks, age, _ROWS_PER_BATCH)),
+        }
 
     def _repair(self, runs: Mapping[int, str]) -> tuple[Counter[str], dict[int, str]]:
         done: Counter[str] = Counter()
@@ -121,22 +153,6 @@ class Sweeper:
                 if run_id not in self.run(store.untidy(10)):
                     break
         return {"tidied": rows}
-
-    def _prune(self) -> dict[str, int]:
-        if self.retention is None:
-            return {}
-        runs = self._batches(store.prune(self.retention, _ROWS_PER_BATCH))
-        jobs = self._batches(store.prune_jobs(self.tasks, self.retention, _ROWS_PER_BATCH))
-        return {"pruned": runs, "pruned_jobs": jobs}
-
-    def _batches(self, call: store.Call[int]) -> int:
-        total = 0
-        for _ in range(_BATCHES_PER_SWEEP):
-            rows = self.run(call)
-            total += rows
-            if rows == 0:
-                break
-        return total
 
 
 def _log_repair(run_id: int, finding: str, counts: dict[str, int]) -> None:

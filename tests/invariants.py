@@ -131,7 +131,8 @@ _STATE: Mapping[str, str] = {
         SELECT c.run_id, c.generation, b->>'task' AS task FROM fanout_closes c
         JOIN fanout_runs r ON r.id = c.run_id CROSS JOIN LATERAL jsonb_array_elements(r.callbacks) b
         WHERE b->>'on' = 'complete' OR b->>'on' = CASE WHEN c.status = 'completed'
-            AND (c.progress->>'failed')::bigint = 0 THEN 'success' ELSE 'failure' END
+            AND (c.progress->>'failed')::bigint = 0
+            AND (c.progress->>'cancelled')::bigint = 0 THEN 'success' ELSE 'failure' END
     )
     SELECT coalesce(w.run_id, b.run_id) AS run_id, w.task AS owed, b.task, b.state
     FROM wanted w FULL JOIN fanout_callbacks b

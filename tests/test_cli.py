@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from fanout_procrastinate import (
 from fanout_procrastinate.cli import command, control, display, main, program, reading
 from tests.apps import cli_app
 from tests.databases import environment
-from tests.support import opened, serving, work_off
+from tests.support import begun, direct, opened, serving, work_off
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,7 @@ COMMANDS = [
     ["errors", "1"],
     ["watch", "1"],
     ["sweep"],
+    ["prune", "--older-than", "30d"],
     ["audit", "1"],
     ["cancel", "2", "--reason", f"for {cli_app.HOSTILE}"],
     ["pause", "2"],
@@ -633,6 +635,23 @@ def test_sweep_that_cannot_repair_a_run_is_a_finding(given: Any, cli: Cli, conn:
     assert shown.lines[-1] == f"run {run_id} could not be repaired: not today"
 
 
+def test_prune_removes_old_runs(given: Any, cli: Cli, conn: Conn) -> None:
+    old, young = given([0, 1], [0])
+    conn.execute(
+        "UPDATE fanout_runs SET closed_at = closed_at - interval '31 d' WHERE id = %s", [old]
+    )
+    assert cli("prune", "--older-than=32d").lines == ["pruned: 0", "pruned_jobs: 0"]
+    shown = cli("prune", "--older-than", "30d", "--json")
+    assert (shown.code, shown.json) == (0, {"pruned": 3, "pruned_jobs": 0})
+    assert [run["run_id"] for run in cli("runs", "--json").json] == [young]
+
+
+def test_prune_of_too_short_a_time_is_2(cli: Cli) -> None:
+    shown = cli("prune", "--older-than=0s")
+    assert (shown.code, shown.out) == (2, "")
+    assert "give seconds, a number from 1" in shown.err
+
+
 # -- JSON, terminals, help
 
 
@@ -702,8 +721,15 @@ def test_version_is_told(run_main: Cli) -> None:
         ["items", "1", "--stat=failed"],
         ["update", "1", "--tolerate=many"],
         ["update", "1", "--max-in-flight=x"],
+        ["update", "1", "--deadline=99999999999d"],
+        ["update", "1", f"--deadline={'9' * 400}d"],
+        ["prune"],
+        ["prune", "--older-than=soon"],
+        ["prune", "--older-than=30"],
+        ["prune", "--older-than=-1d"],
+        ["prune", "--older-than=99999999999d"],
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words)[:50],
 )
 def test_a_wrong_command_line_is_2(arguments: list[str], run_main: Cli) -> None:
     shown = run_main(*arguments, "--json")
@@ -718,6 +744,7 @@ def test_a_wrong_command_line_is_2(arguments: list[str], run_main: Cli) -> None:
         ("--tolerate=1.5", "share from 0.0"),
         ("--tolerate=nan", "share from 0.0"),
         ("--priority=9999999999", "whole number"),
+        ("--deadline=99999999d", "seconds from now"),
     ],
 )
 def test_a_value_that_cannot_work_is_2(option: str, remedy: str, given: Any, cli: Cli) -> None:
@@ -738,7 +765,7 @@ def test_an_update_of_nothing_is_2(cli: Cli) -> None:
     [
         [words[0], "99", *words[2:]]
         for words in COMMANDS
-        if words[0] not in ("schema", "runs", "sweep", "limits")
+        if words[0] not in ("schema", "runs", "sweep", "prune", "limits")
     ],
     ids=lambda words: words[0],
 )
@@ -756,11 +783,14 @@ def test_an_unknown_run_is_3(arguments: list[str], cli: Cli) -> None:
     ids=lambda words: words[0],
 )
 def test_a_closed_run_is_4(arguments: list[str], given: Any, cli: Cli) -> None:
-    (run_id,) = given([0])
-    shown = cli(arguments[0], run_id, *arguments[1:])
+    failed, clean = given([0, -3], [0])
+    shown = cli(arguments[0], failed, *arguments[1:])
     assert (shown.code, shown.out) == (4, "")
     assert shown.err.startswith("fanout: run 1 is closed (completed)")
-    assert shown.err.endswith(": fanout retry 1\n")
+    assert shown.err.endswith("start a new run, or reopen this one: fanout retry 1\n")
+    shown = cli(arguments[0], clean, *arguments[1:])
+    assert (shown.code, shown.out) == (4, "")
+    assert shown.err.endswith("cannot be changed; start a new run\n")
 
 
 def test_a_run_that_was_replaced_cannot_be_retried_4(
@@ -784,7 +814,18 @@ def test_a_run_that_was_replaced_cannot_be_retried_4(
 def test_a_missing_schema_is_5(arguments: list[str], bare_cli: Cli) -> None:
     shown = bare_cli(*arguments, "--json")
     assert (shown.code, shown.out) == (5, "")
-    assert "fanout --app=... schema --apply" in shown.err
+    assert f"fanout --app={APP} schema --apply" in shown.err
+
+
+def test_a_missing_schema_of_the_host_is_5(
+    bare_cli: Cli, bare_dsn: str, app: procrastinate.App
+) -> None:
+    with psycopg.connect(bare_dsn, autocommit=True) as connection:
+        connection.execute("DROP SCHEMA public CASCADE")
+        connection.execute("CREATE SCHEMA public")
+    shown = bare_cli("schema", "--apply")
+    assert (shown.code, shown.out) == (5, "")
+    assert shown.err.endswith(f"run: python -m procrastinate --app={APP} schema --apply\n")
 
 
 @pytest.mark.parametrize(
@@ -962,6 +1003,39 @@ def test_a_reader_that_goes_away_is_141_and_quiet(given: Any, dsn: str) -> None:
     assert started.process.stderr is not None
     with started.process.stderr as stderr:
         assert stderr.read() == "this module is talkative\n"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [
+        (">/dev/full", "the output cannot be written: No space left on device"),
+        (">&-", "there is no standard output to write to"),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["runs", "runs --json", "schema --read"])
+def test_output_that_cannot_be_written_is_9(
+    redirection: str, said: str, arguments: str, dsn: str
+) -> None:
+    program = f"{shlex.quote(sys.executable)} -m fanout_procrastinate {arguments}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{program} {redirection}"],
+        env=os.environ | environment(dsn),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 9
+    assert done.stderr.removeprefix("this module is talkative\n") == f"fanout: {said}\n"
+
+
+def test_a_stop_that_waits_for_the_items_at_work_is_shown(given: Any, cli: Cli, conn: Conn) -> None:
+    (run_id,) = given([0, 1, 2], work=False)
+    with direct(conn.info.dsn, size=1) as own:
+        begun(own, run_id, conn)
+    shown = cli("cancel", run_id, "--reason=wrong folder")
+    assert shown.out == "run 1: processing, 2 of 3 (67 %), stopping: wrong folder\n"
+    assert cli("show", run_id).lines[0] == shown.lines[0]
 
 
 def test_ctrl_c_ends_a_watch_quietly(given: Any, dsn: str) -> None:

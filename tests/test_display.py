@@ -171,6 +171,10 @@ def test_times_that_are_missing_are_empty() -> None:
             "run 1: processing, 12 of 22 (55 %), 1 failed: cancelled by an operator",
         ),
         (
+            progress(reason="wrong folder", cancelled=8, pending=0, rate=0.0),
+            "run 1: processing, 20 of 22 (91 %), 1 failed, stopping: wrong folder",
+        ),
+        (
             progress(
                 status=RunStatus.PENDING, total=None, pending=500, succeeded=0, failed=0, rate=0.0
             ),
@@ -305,6 +309,9 @@ def test_lines_come_on_change_alone(told: Any) -> None:
     assert len(said) == 1
     lines(progress(paused=True))
     assert len(said) == 2
+    now[0] += 10
+    lines(progress(paused=True, reason="enough", cancelled=0))
+    assert len(said) == 3
 
 
 def test_the_last_line_always_comes_and_comes_once(told: Any) -> None:

@@ -351,6 +351,48 @@ def test_unknown_and_removed_runs(fanout: FanOut, own: database.Database, conn: 
             watching.get(10)
 
 
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "1", None, 2**31])
+def test_limits_that_cannot_work(fanout: FanOut, limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"limit=.*whole number from 1"):
+        fanout.events.subscribe(1, limit=limit)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("run_id", ["1", 1.5, True])
+def test_what_is_no_id_is_refused_at_once(fanout: FanOut, run_id: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"run_id=.*whole number"):
+        fanout.events.subscribe(run_id)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("run_id", [2**63, -1, 0])
+def test_an_id_that_no_run_can_have_ends_nobody_else(
+    fanout: FanOut, own: database.Database, run_id: int
+) -> None:
+    watched = sealed(own, "1")
+    with fanout.events.subscribe(watched) as one, fanout.events.subscribe() as all_of_them:
+        taken(one, until="progress")
+        taken(all_of_them, until="progress")
+        with (
+            fanout.events.subscribe(run_id) as wrong,
+            pytest.raises(RunNotFound, match=str(run_id)),
+        ):
+            wrong.get(5)
+        own.run(store.pause(watched))
+        for good in (one, all_of_them):
+            event = taken(good, until="progress")[-1]
+            assert event.progress is not None and event.progress.paused
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "1", True, 10**400, object()])
+async def test_timeouts_that_cannot_work(timeout: Any) -> None:
+    one = Subscription()
+    with pytest.raises(ConfigurationError, match="give seconds"):
+        one.get(timeout)
+    with pytest.raises(ConfigurationError, match="give seconds"):
+        await one.get_async(timeout)
+
+
 @pytest.mark.parametrize("fault", ["cannot listen", "hears nothing"])
 def test_polling_goes_on_where_nothing_can_listen(
     fanout: FanOut,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from fanout_procrastinate import (
     fanout_child,
     fanout_manager,
     schema,
+    store,
 )
 from fanout_procrastinate.fanout import SWEEP_TASK
 from tests.support import QUICK, counts, finished, opened, serving, unconnected, work_off
@@ -162,6 +164,45 @@ async def test_runs_are_listed_newest_first(app: procrastinate.App) -> None:
             owner.runs(status="asleep")
 
 
+async def test_ids_keys_and_filters_that_cannot_work(app: procrastinate.App) -> None:
+    manager, owner = declare(app), FanOut.of(app)
+    wrong: list[tuple[str, tuple[Any, ...], str]] = [
+        *(("get_run", (value,), "run_id=.*whole number") for value in (True, "1", 1.5, None)),
+        *(("audit", (value,), "run_id=.*whole number") for value in (True, "1", 1.5)),
+        ("find_run", ("lister", 3), "run_key=3: give a str"),
+        ("find_run", (True, "k"), "name=True: give a str"),
+        *(("runs", (None, None, None, value), "limit=") for value in (0, -1, True, "3", 2**63)),
+        ("runs", (3,), "name=3: give a str"),
+        ("runs", (None, None, 3), "tag=3: give a str"),
+    ]
+    unknown: list[tuple[str, tuple[Any, ...]]] = [
+        *((name, (value,)) for name in ("get_run", "audit") for value in (2**63, 0, -1)),
+        *(("find_run", ("lister", value)) for value in ("k\0", "\ud800")),
+        ("find_run", ("lister\0", "k")),
+    ]
+    odd: list[dict[str, Any]] = [{"tag": "\0"}, {"name": "\ud800"}]
+    async with opened(app):
+        await manager.configure(run_key="k").defer_async(n=1)
+        for name, arguments, words in wrong:
+            with pytest.raises(ConfigurationError, match=words):
+                await getattr(owner, f"{name}_async")(*arguments)
+        for name, arguments in unknown:
+            with pytest.raises(RunNotFound):
+                await getattr(owner, f"{name}_async")(*arguments)
+        for options in odd:
+            assert await owner.runs_async(**options) == []
+    with app.open():
+        for name, arguments, words in wrong:
+            with pytest.raises(ConfigurationError, match=words):
+                getattr(owner, name)(*arguments)
+        for name, arguments in unknown:
+            with pytest.raises(RunNotFound):
+                getattr(owner, name)(*arguments)
+        for options in odd:
+            assert owner.runs(**options) == []
+        owner.close()
+
+
 # -- schema and sweep as calls
 
 
@@ -263,6 +304,61 @@ async def test_retention_removes_old_runs_and_our_job_rows(
         ("lister_child", young.id),
         ("lister_done", young.id),
     }
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_prune_removes_what_is_old_to_the_last_row(
+    app: procrastinate.App,
+    conn: psycopg.Connection[Any],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fanout_procrastinate.sweeper._ROWS_PER_BATCH", 3)
+    monkeypatch.setattr("fanout_procrastinate.sweeper._BATCHES_PER_SWEEP", 1)
+    manager, owner = declare(app), FanOut.of(app)
+
+    async def prune(older_than: Any) -> dict[str, int]:
+        return owner.prune(older_than) if kind == "sync" else await owner.prune_async(older_than)
+
+    async with opened(app):
+        old = [await manager.defer_async(n=10) for _ in range(3)]
+        await work_off(app, *old)
+        young = await manager.defer_async(n=3)
+        await work_off(app, young)
+        assert await prune(3600) == {"pruned": 0, "pruned_jobs": 0}
+        ids = [run.id for run in old]
+        conn.execute(
+            "UPDATE fanout_runs SET closed_at = closed_at - interval '2 h' WHERE id = ANY (%s)",
+            [ids],
+        )
+        conn.execute(
+            "UPDATE procrastinate_events SET at = at - interval '2 h' WHERE job_id IN"
+            " (SELECT id FROM procrastinate_jobs WHERE (args->>'run_id')::bigint = ANY (%s))",
+            [ids],
+        )
+        done = await prune(datetime.timedelta(hours=1))
+        assert done["pruned"] == 3 * 11 and done["pruned_jobs"] > 3
+        assert [one.run_id for one in await owner.runs_async()] == [young.id]
+        assert await prune(3600) == {"pruned": 0, "pruned_jobs": 0}
+        assert owner.audit() == []
+
+
+@pytest.mark.parametrize(
+    "older_than",
+    [0, 0.5, -1, True, "30d", None, float("nan"), float("inf"), 1e10, 10**400,
+     datetime.timedelta(0), datetime.timedelta.max],
+)  # fmt: skip
+def test_prune_wants_a_time(older_than: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"older_than=.*give seconds"):
+        FanOut.of(unconnected()).prune(older_than)
+
+
+async def test_statement_that_names_our_tables_is_no_missing_schema(
+    app: procrastinate.App,
+) -> None:
+    async with opened(app):
+        with pytest.raises(DatabaseError, match="operator does not exist"):
+            await FanOut.of(app).host.run_async(store.run(True))
 
 
 # -- where it lives

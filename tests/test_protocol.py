@@ -227,6 +227,45 @@ def test_a_manager_that_raises_runs_again(p: Clocked) -> None:
     invariants.check(p.conn)
 
 
+def test_what_a_manager_once_failed_with_is_over_with_its_seal(p: Clocked) -> None:
+    run = p.start(protocol.spec(manager_task="manager"))["run_id"]
+    fences = []
+    for reason in (None, "it raised"):
+        job = p.fetch()
+        assert job is not None
+        assert p.run(run)["reason"] == reason
+        claim = p.manager_begin(run, job["id"])
+        assert claim is not None
+        fences.append(claim["fence"])
+        if reason is None:
+            assert p.manager_fail(run, fences[0], 5.0) is True
+            p.finish(job["id"], "failed")
+            p.advance(6)
+    p.append(run, fences[1], ["a"])
+    assert p.seal(run, fences[1]) == "processing"
+    assert p.run(run)["reason"] is None
+    p.stop(run, reason="by hand")
+    assert p.run(run)["reason"] == "by hand"
+
+
+def test_a_cancelled_run_whose_failures_are_retried_is_no_success(p: Clocked) -> None:
+    """What was cancelled stays so: the new generation completes, but not all of it was done."""
+    fired = [protocol.callback(f"on_{on}", on) for on in ("complete", "success", "failure")]
+    run = p.stage(3, max_in_flight=1, callbacks=fired)
+    second = report(p, run, take(p), "failed")
+    p.stop(run)
+    report(p, run, second, "succeeded")
+    assert p.counts(run) == {"succeeded": 1, "failed": 1, "cancelled": 1}
+    assert p.retry_failed(run, ["failed"]) == 1
+    work_off(p, run)
+    assert p.counts(run) == {"succeeded": 2, "cancelled": 1}
+    assert p.run(run)["status"] == "completed"
+    assert called(p, run) == {
+        (generation, name): 1 for generation in (1, 2) for name in ("on_complete", "on_failure")
+    }
+    invariants.check(p.conn)
+
+
 def test_a_lost_manager_job_is_dealt_again(p: Clocked) -> None:
     """Invariant 5; A11."""
     run = p.start(protocol.spec(manager_task="manager"))["run_id"]

@@ -28,6 +28,7 @@ from fanout_procrastinate import (
     WaitTimeout,
     fanout_child,
     fanout_manager,
+    starting,
 )
 from fanout_procrastinate import run as run_module
 from fanout_procrastinate.run import moment, run_columns
@@ -622,6 +623,71 @@ def test_moment() -> None:
     for value in (True, "soon", datetime.datetime(2026, 1, 1), None, float("inf"), {"a": 1}, 1e20):
         with pytest.raises(ConfigurationError, match="at="):
             moment(value, "at")
+
+
+async def test_values_that_cannot_work(app: procrastinate.App) -> None:
+    manager = declare(app)
+    nan = float("nan")
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        *(("wait", {"timeout": value}, "timeout=") for value in (nan, "3", True, 10**400)),
+        *(("errors", {"limit": value}, "limit=") for value in (0, -1, True, "3", 2**63)),
+        ("retry_failed", {"error_type": 3}, "error_type="),
+        ("cancel", {"reason": 3}, "reason="),
+        ("cancel", {"abort": "no"}, "abort="),
+    ]
+    async with opened(app):
+        run = await manager.defer_async(items=[0])
+        async with asyncio.timeout(10):
+            for name, options, words in wrong:
+                with pytest.raises(ConfigurationError, match=words):
+                    await getattr(run, f"{name}_async")(**options)
+    with app.open():
+        for name, options, words in wrong:
+            with pytest.raises(ConfigurationError, match=words):
+                getattr(run, name)(**options)
+        assert not run.progress().closed
+        FanOut.of(app).close()
+
+
+async def test_error_types_that_no_database_holds(app: procrastinate.App) -> None:
+    manager = declare(app)
+    async with opened(app):
+        run = await manager.defer_async(items=[0, 1])
+        await work_off(app, run)
+        for odd in ("a\0", "\ud800"):
+            assert await run.retry_failed_async(odd) == 0
+    with app.open():
+        assert run.retry_failed("a\0") == 0
+        FanOut.of(app).close()
+
+
+async def test_options_that_a_run_does_not_have(app: procrastinate.App) -> None:
+    """The message lists what this call takes, no less and no more."""
+    manager: Any = declare(app)
+    async with opened(app):
+        with pytest.raises(ConfigurationError, match=r"'run_kye'; there are .*priority, run_key, "):
+            manager.configure(run_kye="k")
+        run = await manager.defer_async(items=[0])
+        with pytest.raises(ConfigurationError, match=r"are .*, deadline, priority$"):
+            await run.update_async(run_key="k")
+    assert set(run_module.START_OPTIONS) == set(starting.RunOptions.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("status", "values", "seen"),
+    [
+        ("processing", {"reason": "enough", "cancelled": 2}, True),
+        ("processing", {"reason": "the first try of the manager failed"}, False),
+        ("processing", {"cancelled": 2}, False),
+        ("cancelled", {"reason": "enough", "cancelled": 2}, False),
+    ],
+)
+def test_a_run_that_is_being_stopped(status: str, values: dict[str, Any], seen: bool) -> None:
+    zeros = dict.fromkeys(
+        ("pending", "waiting", "processing", "succeeded", "failed", "cancelled"), 0
+    )
+    found = Progress.from_json({"run_id": 1, "name": "x", "status": status, **zeros, **values})
+    assert run_module.stopping(found) is seen
 
 
 def test_run_columns() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import enum
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from fanout_procrastinate.cli import session
 
 _LARGEST_ID = 2**63 - 1
 _LARGEST_LIMIT = 2**31 - 1
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Exit(enum.IntEnum):
@@ -26,6 +29,7 @@ class Exit(enum.IntEnum):
     DATABASE = 6
     NO_APP = 7
     UNCLEAN = 8
+    NO_OUTPUT = 9
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 
@@ -84,6 +88,17 @@ def limit(default: int | None, text: str) -> Argument:
         return _whole(given, _LARGEST_LIMIT, f"{given!r}: give a whole number from 1")
 
     return argument("--limit", metavar="N", type=read, default=default, help=text)
+
+
+def span(text: str) -> datetime.timedelta | None:
+    """Read a span of time such as ``90s``, ``30m``, ``2h`` or ``1d``; ``None`` for other text."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if match is None:
+        return None
+    try:
+        return datetime.timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
+    except OverflowError:
+        raise argparse.ArgumentTypeError(f"{text!r} is too long a time") from None
 
 
 def _whole(text: str, largest: int, complaint: str) -> int:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import re
+from collections.abc import Iterator
 
 from fanout_procrastinate import errors, models, run
 from fanout_procrastinate.cli import command, display, session, views
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+class Closed(errors.RunClosed):
+    """Report a closed run in the command line's words."""
+
+    def __init__(self, run_id: int, status: str, remedy: str) -> None:
+        super().__init__(run_id, status)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} is closed ({self.status}) {self.remedy}"
 
 
 def _cancel(use: session.Session) -> command.Exit:
@@ -36,7 +46,14 @@ def _retry(use: session.Session) -> command.Exit:
     """
     chosen = use.run
     error_type = use.options.error_type
-    items = chosen.retry_failed(error_type=error_type)
+    try:
+        items = chosen.retry_failed(error_type=error_type)
+    except errors.RunClosed as exc:
+        raise Closed(
+            chosen.id,
+            exc.status,
+            "for good: its key was replaced, or it is being stopped; start a new run",
+        ) from exc
     if items:
         note = f"items tried again: {items}"
     elif error_type is None:
@@ -55,7 +72,9 @@ def _update(use: session.Session) -> command.Exit:
         raise errors.ConfigurationError(
             "update what? give --max-in-flight, --tolerate, --deadline or --priority"
         )
-    progress = use.run.update(**changes)
+    chosen = use.run
+    with _closed_explained(chosen):
+        progress = chosen.update(**changes)
     note = ", ".join(f"{name}: {'none' if new is None else new}" for name, new in changes.items())
     return _told(use, progress, note)
 
@@ -63,9 +82,21 @@ def _update(use: session.Session) -> command.Exit:
 def _open(use: session.Session, unless: models.RunStatus | None = None) -> run.Run:
     chosen = use.run
     status = chosen.progress().status
-    if status.closed and status is not unless:
-        raise errors.RunClosed(chosen.id, status)
+    with _closed_explained(chosen):
+        if status.closed and status is not unless:
+            raise errors.RunClosed(chosen.id, status)
     return chosen
+
+
+@contextlib.contextmanager
+def _closed_explained(chosen: run.Run) -> Iterator[None]:
+    try:
+        yield
+    except errors.RunClosed as exc:
+        remedy = "and cannot be changed; start a new run"
+        if chosen.progress().failed:
+            remedy += f", or reopen this one: fanout retry {chosen.id}"
+        raise Closed(chosen.id, exc.status, remedy) from exc
 
 
 def _told(
@@ -98,8 +129,8 @@ def deadline(text: str) -> datetime.datetime | datetime.timedelta | None:
     """Read a deadline: ``2h``, ``90s``, ``2026-12-24T18:00+01:00`` or ``none``."""
     if text.lower() == "none":
         return None
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
-        return datetime.timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
+    if (span := command.span(text)) is not None:
+        return span
     try:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:

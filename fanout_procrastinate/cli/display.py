@@ -135,7 +135,7 @@ class Lines:
 def _state(progress: models.Progress) -> object:
     """What must differ for a line to be worth reading: not the rate alone."""
     counts = (progress.pending, progress.waiting, progress.processing, progress.failed)
-    return progress.status, progress.total, progress.done, progress.paused, counts
+    return progress.status, progress.total, progress.done, progress.paused, progress.reason, counts
 
 
 class RichScreen(Screen):

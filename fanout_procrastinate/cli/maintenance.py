@@ -1,11 +1,20 @@
-"""Commands that keep the database in order: its schema, the sweep, and the audit."""
+"""Commands that keep the database in order: its schema, the sweep, pruning, and the audit."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 from collections.abc import Callable, Sequence
 
-from fanout_procrastinate import schema
+from fanout_procrastinate import errors, schema
 from fanout_procrastinate.cli import command, display, session
+
+
+class NoHostSchema(errors.SchemaError):
+    """Report that procrastinate's own tables are missing, which come first."""
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 def _schema(use: session.Session) -> command.Exit:
@@ -18,12 +27,20 @@ def _schema(use: session.Session) -> command.Exit:
         use.answer({"sql": sql}, lambda screen: screen.block(sql))
         return command.Exit.OK
     if use.options.action == "apply":
-        applied = use.reached.apply_schema()
+        applied = _applied(use)
         use.answer({"applied": applied}, _listing("applied", applied))
         return command.Exit.OK
     missing = use.reached.missing_schema()
     use.answer({"missing": missing}, _listing("missing", missing))
     return command.Exit.FINDING if missing else command.Exit.OK
+
+
+def _applied(use: session.Session) -> list[str]:
+    owner = use.reached
+    try:
+        return owner.apply_schema()
+    except errors.ConfigurationError as exc:
+        raise NoHostSchema(str(exc)) from exc
 
 
 def _listing(word: str, names: Sequence[str]) -> Callable[[display.Screen], None]:
@@ -55,6 +72,29 @@ def _sweep(use: session.Session) -> command.Exit:
 
     use.answer(report.as_dict(), show)
     return command.Exit.FINDING if report.errors else command.Exit.OK
+
+
+def _prune(use: session.Session) -> command.Exit:
+    """Remove the runs that closed long ago, and the library's own jobs that ended as long ago.
+
+    Runs whose callbacks still have to run are kept. Workers do so by themselves, where the app
+    has the setting `retention`.
+    """
+    done = use.reached.prune(use.options.older_than)
+
+    def show(screen: display.Screen) -> None:
+        for name, count in done.items():
+            screen.line(f"{name}: {count}")
+
+    use.answer(done, show)
+    return command.Exit.OK
+
+
+def _older_than(text: str) -> datetime.timedelta:
+    span = command.span(text)
+    if span is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a time such as 90s, 30m, 2h or 30d")
+    return span
 
 
 def _audit(use: session.Session) -> command.Exit:
@@ -91,6 +131,20 @@ COMMANDS = (
         ),
     ),
     command.Command(name="sweep", function=_sweep, example="sweep"),
+    command.Command(
+        name="prune",
+        function=_prune,
+        example="prune --older-than=30d",
+        arguments=(
+            command.argument(
+                "--older-than",
+                metavar="TIME",
+                type=_older_than,
+                required=True,
+                help="how long ago a run closed at least: 90s, 30m, 2h, 30d",
+            ),
+        ),
+    ),
     command.Command(
         name="audit",
         function=_audit,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.metadata
 import io
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -40,12 +42,14 @@ exit codes:
   2    the command line cannot be understood, or a value cannot work
   3    there is no such run
   4    the run is closed
-  5    the fan-out tables are missing: fanout --app=... schema --apply
+  5    the fan-out tables are missing: fanout --app=... schema --apply; or procrastinate's own
   6    the database does not answer, or refused
   7    the app cannot be loaded
   8    `watch`: not every run completed without a failed item
+  9    the output cannot be written: the disk is full, or there is no standard output
   130  interrupted; 141 if whoever read the output went away
 """
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # The first that fits.
 _EXITS = (
     (session.AppNotLoaded, command.Exit.NO_APP),
@@ -66,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: as `argparse` does, after ``--help`` (0) and on a wrong command line (2).
     """
+    if sys.stdout is None:  # it was closed before the start
+        _say(f"{_PROGRAM}: there is no standard output to write to")
+        return command.Exit.NO_OUTPUT
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that know few letters
     options = _parsed(sys.argv[1:] if argv is None else argv)
@@ -77,9 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return command.Exit.INTERRUPTED
     except BrokenPipeError:
-        # Python would complain when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return command.Exit.BROKEN_PIPE
+    except OSError as exc:
+        if exc.errno not in _UNWRITABLE:
+            raise
+        _drop_output()
+        _say(f"{_PROGRAM}: the output cannot be written: {exc.strerror}")
+        return command.Exit.NO_OUTPUT
+
+
+def _drop_output() -> None:
+    """Let what is left go nowhere: Python would complain when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -97,21 +114,11 @@ def _run(options: argparse.Namespace) -> int:
     except errors.FanoutError as exc:
         if options.verbose:
             _say(traceback.format_exc())
-        _say(f"{_PROGRAM}: {_message(exc, chosen.name)}")
+        text = str(exc)
+        if options.app:
+            text = text.replace("--app=...", f"--app={shlex.quote(options.app)}")
+        _say(f"{_PROGRAM}: {text}")
         return next(code for kind, code in _EXITS if isinstance(exc, kind))
-
-
-def _message(exc: errors.FanoutError, command_name: str) -> str:
-    """The error in the command line's words."""
-    if not isinstance(exc, errors.RunClosed):
-        return str(exc)
-    closed = f"run {exc.run_id} is closed ({exc.status})"
-    if command_name == "retry":
-        return f"{closed} for good: its key was replaced, or it is being stopped; start a new run"
-    return (
-        f"{closed} and cannot be changed; start a new run, or reopen this one: "
-        f"{_PROGRAM} retry {exc.run_id}"
-    )
 
 
 def _say(text: str) -> None:

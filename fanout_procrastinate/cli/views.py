@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fanout_procrastinate import durations, models, subscriptions
+from fanout_procrastinate import durations, models, run, subscriptions
 
 _LONGEST_KEY = 40
 _LONGEST_MESSAGE = 200
@@ -70,7 +70,8 @@ def counts(progress: models.Progress) -> str:
 
 def pace(progress: models.Progress) -> str:
     """Return how fast an open run goes and how long it will take."""
-    parts = ["paused"] if progress.paused else []
+    parts = [f"stopping: {progress.reason}"] if run.stopping(progress) else []
+    parts += ["paused"] if progress.paused else []
     if progress.rate >= 0.05:
         parts.append(f"{progress.rate:.1f}/s")
     if progress.eta is not None:
@@ -85,7 +86,8 @@ def summary(progress: models.Progress) -> str:
 
     A closed run reads ``run 1: completed, 22 items, 18 succeeded, 4 failed``.
     """
-    reason = f": {progress.reason}" if progress.reason else ""
+    told = not progress.reason or run.stopping(progress)
+    reason = "" if told else f": {progress.reason}"
     return f"run {progress.run_id}: {progress.status}, {_totals(progress)}{reason}"
 
 

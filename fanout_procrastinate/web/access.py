@@ -10,9 +10,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +30,9 @@ CSRF_FIELD = "csrf"
 SESSION_SECONDS = 12 * 3600
 
 _SHORTEST_TOKEN = 16
+_RUNS_ASKED = 100
+# What browsers leave as it is in a path; a cookie's path is compared with that.
+_PATH_LETTERS = "/:@!$&'()*+,=~|^[]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,8 @@ class Access:
         token_to_read: whether reading needs the token too.
 
     Raises:
-        ConfigurationError: the token is too short to be a secret, or missing where it is needed.
+        ConfigurationError: the token is too short to be a secret, cannot be sent in a header, or is
+            missing where it is needed.
     """
 
     token: str | None = None
@@ -55,6 +60,11 @@ class Access:
             raise errors.ConfigurationError(
                 f"the dashboard's token has {len(self.token)} characters; take at least "
                 f'{_SHORTEST_TOKEN}: python -c "import secrets; print(secrets.token_urlsafe())"'
+            )
+        if self.token is not None and not _can_be_sent(self.token):
+            raise errors.ConfigurationError(
+                "the dashboard's token has white space or control characters, a line's end "
+                "perhaps, and no header can carry it; take them out"
             )
         if self.token_to_read and self.token is None:
             raise errors.ConfigurationError("reading needs a token, but there is none: give token=")
@@ -102,7 +112,20 @@ class Access:
         """Return the actions worth showing a button for; each is checked again when pressed."""
         if not self.offers_control or not self.knows_token(request):
             return []
-        return [one for one in actions if await self._authorized(request, one, run_id)]
+        return [one for one in actions if await self._says_yes(request, one, run_id)]
+
+    async def readable(
+        self, request: Request, run_ids: Iterable[int | None]
+    ) -> frozenset[int | None]:
+        """Return which runs a request may read; ``None`` stands for what belongs to no run.
+
+        Each is asked for once, and no more than a hundred of them: of the others it may read none.
+        """
+        distinct = list(dict.fromkeys(run_ids))
+        if self.authorize is None:
+            return frozenset(distinct)
+        asked = distinct[:_RUNS_ASKED]
+        return frozenset([one for one in asked if await self._says_yes(request, READ, one)])
 
     def knows_token(self, request: Request) -> bool:
         """Return whether a request proves that it knows the token, if there is one."""
@@ -139,6 +162,13 @@ class Access:
     def _signature(self, text: str) -> str:
         key = _digest(f"fanout dashboard session {self.token}")
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+    async def _says_yes(self, request: Request, action: str, run_id: int | None) -> bool:
+        """Ask beside the request itself: an answer in place of it means no."""
+        try:
+            return await self._authorized(request, action, run_id)
+        except HTTPException:
+            return False
 
     async def _authorized(self, request: Request, action: str, run_id: int | None) -> bool:
         if self.authorize is None:
@@ -211,7 +241,7 @@ def _set_cookie(request: Request, response: Response, name: str, value: str) -> 
 
 
 def _path(request: Request) -> str:
-    return request.scope.get("root_path") or "/"
+    return quote(request.scope.get("root_path") or "/", safe=_PATH_LETTERS)
 
 
 def _netloc(url: str) -> str:
@@ -219,6 +249,10 @@ def _netloc(url: str) -> str:
         return urlsplit(url).netloc.lower()
     except ValueError:
         return ""
+
+
+def _can_be_sent(token: str) -> bool:
+    return all(one.isprintable() and not one.isspace() for one in token)
 
 
 def _digest(text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from starlette.requests import Request
@@ -35,12 +36,12 @@ class Api:
         return [
             Route("/api/runs", self._runs),
             Route("/api/events", self._all_events),
-            Route("/api/runs/{run_id:int}", self._run),
-            Route("/api/runs/{run_id:int}/items", self._items),
-            Route("/api/runs/{run_id:int}/items/{position:int}", self._item),
-            Route("/api/runs/{run_id:int}/errors", self._errors),
-            Route("/api/runs/{run_id:int}/events", self._events),
-            Route("/api/runs/{run_id:int}/{action}", self._act, methods=["POST"]),
+            Route("/api/runs/{run_id:fanout_id}", self._run),
+            Route("/api/runs/{run_id:fanout_id}/items", self._items),
+            Route("/api/runs/{run_id:fanout_id}/items/{position:fanout_id}", self._item),
+            Route("/api/runs/{run_id:fanout_id}/errors", self._errors),
+            Route("/api/runs/{run_id:fanout_id}/events", self._events),
+            Route("/api/runs/{run_id:fanout_id}/{action}", self._act, methods=["POST"]),
         ]
 
     async def _runs(self, request: Request) -> Response:
@@ -59,7 +60,9 @@ class Api:
         data = reading.progress_json(await one.progress_async())
         data |= reading.facts_json(self._source, facts)
         data["slots"] = [reading.slot_json(slot) for slot in slots]
-        data["limits"] = await reading.limits_of(self._source, one)
+        data["limits"] = await reading.limits_of(
+            self._source, one, functools.partial(self._rules.readable, request)
+        )
         return JSONResponse(data)
 
     async def _items(self, request: Request) -> Response:
@@ -92,7 +95,7 @@ class Api:
 
     async def _all_events(self, request: Request) -> Response:
         await self._rules.check_read(request)
-        return self._live.of_all()
+        return self._live.of_all(request)
 
     async def _act(self, request: Request) -> Response:
         run_id: int = request.path_params["run_id"]

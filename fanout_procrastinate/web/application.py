@@ -103,6 +103,7 @@ def _handlers(shown: pages.Pages) -> dict[Any, ExceptionHandler]:
     async def answer(request: Request, exc: Exception) -> Response:
         failure = failures.failure_of(exc)
         response = await _answer(shown, request, failure)
+        response.headers.update(failure.headers)
         guard.complete(response.headers)  # the last resort is outside the guard
         return response
 

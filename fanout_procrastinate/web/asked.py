@@ -7,12 +7,29 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from starlette.requests import Request
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.requests import ClientDisconnect, Request
 
 from fanout_procrastinate import models
 from fanout_procrastinate.web import failures, reading
 
 _LARGEST_BODY = 65_536
+
+
+class _Id(Convertor[int]):
+    """Read an id in a path; what is too long to be one is no path of ours."""
+
+    regex = "[0-9]{1,19}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+# Starlette's own for whole numbers raises an error at more digits than Python reads.
+register_url_convertor("fanout_id", _Id())
 
 
 def text(request: Request, name: str) -> str | None:
@@ -101,8 +118,11 @@ async def form_body(request: Request) -> Mapping[str, str]:
 
 async def _body(request: Request) -> bytes:
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _LARGEST_BODY:
-            raise failures.Refused(f"the body has more than {_LARGEST_BODY} bytes", 413)
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _LARGEST_BODY:
+                raise failures.Refused(f"the body has more than {_LARGEST_BODY} bytes", 413)
+    except ClientDisconnect as exc:
+        raise failures.Refused("the client went away within the body", 400) from exc
     return body

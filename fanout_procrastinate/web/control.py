@@ -24,11 +24,26 @@ async def act(one: run.Run, action: str, options: Mapping[str, Any]) -> int | No
     """Do something to a run; returns how many items are tried again, if that was asked for.
 
     Raises:
-        Refused: there is no such action, or it does not take these options.
-        RunClosed: the run is closed, and a closed run cannot take it.
+        Refused: there is no such action, it does not take these options, or the run is closed and
+            a closed run cannot take it.
         ConfigurationError: a value cannot work.
     """
     given = _checked(action, options)
+    try:
+        return await _done(one, action, given)
+    except errors.RunClosed as exc:
+        raise failures.Refused(await _closed_words(one, action, exc), 409) from exc
+
+
+async def _closed_words(one: run.Run, action: str, exc: errors.RunClosed) -> str:
+    closed = f"run {one.id} is closed ({exc.status})"
+    if action == "retry":
+        return f"{closed} for good; start a new run"
+    remedy = ", or retry its failed items" if (await one.progress_async()).failed else ""
+    return f"{closed} and cannot be changed; start a new run{remedy}"
+
+
+async def _done(one: run.Run, action: str, given: Mapping[str, Any]) -> int | None:
     if action == "retry":
         return await one.retry_failed_async(**given)
     if action == "update":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 
 from procrastinate.exceptions import AppNotOpen, SyncConnectorConfigurationError
 from starlette.exceptions import HTTPException
@@ -43,6 +44,7 @@ class Failure:
     status: int
     message: str
     login: bool = False
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def failure_of(exc: Exception) -> Failure:
@@ -50,7 +52,7 @@ def failure_of(exc: Exception) -> Failure:
     if isinstance(exc, Refused):
         return Failure(status=exc.status, message=exc.message, login=exc.login)
     if isinstance(exc, HTTPException):
-        return Failure(status=exc.status_code, message=exc.detail)
+        return Failure(status=exc.status_code, message=exc.detail, headers=exc.headers or {})
     if isinstance(exc, errors.RunNotFound):
         return Failure(status=404, message=str(exc))
     if isinstance(exc, errors.RunClosed):

@@ -61,14 +61,13 @@ class Pages:
         return [
             Route("/", self._runs),
             Route("/fragments/runs", self._runs_fragment),
-            Route("/login", self._login),
-            Route("/login", self._log_in, methods=["POST"]),
+            Route("/login", self._login, methods=["GET", "POST"]),
             Route("/logout", self._log_out, methods=["POST"]),
-            Route("/runs/{run_id:int}", self._run),
-            Route("/runs/{run_id:int}/fragments/overview", self._overview),
-            Route("/runs/{run_id:int}/fragments/items", self._items),
-            Route("/runs/{run_id:int}/items/{position:int}", self._item),
-            Route("/runs/{run_id:int}/control/{action}", self._act, methods=["POST"]),
+            Route("/runs/{run_id:fanout_id}", self._run),
+            Route("/runs/{run_id:fanout_id}/fragments/overview", self._overview),
+            Route("/runs/{run_id:fanout_id}/fragments/items", self._items),
+            Route("/runs/{run_id:fanout_id}/items/{position:fanout_id}", self._item),
+            Route("/runs/{run_id:fanout_id}/control/{action}", self._act, methods=["POST"]),
         ]
 
     async def failure(self, request: Request, failure: failures.Failure) -> Response:
@@ -102,25 +101,30 @@ class Pages:
     async def _run(self, request: Request) -> Response:
         one = await self._readable(request)
         told = _TOLD.get(request.query_params.get("told", ""), "")
-        context = await self._overview_context(one) | await self._items_context(request, one)
+        context = await self._overview_context(request, one) | await self._items_context(
+            request, one
+        )
         context["may"] = await self._rules.allowed(request, one.id, control.ACTIONS)
         facts = await one.facts_async()
         args = self._source.shown(dict(facts.args))
         return await self._page(request, "run.html", facts=facts, args=args, told=told, **context)
 
     async def _overview(self, request: Request) -> Response:
-        context = await self._overview_context(await self._readable(request))
+        context = await self._overview_context(request, await self._readable(request))
         # What the page knows already; nobody gains anything by asking for more buttons.
         context["may"] = request.query_params.get("may", "").split(",")
         return await self._page(request, "_overview.html", **context)
 
-    async def _overview_context(self, one: run.Run) -> dict[str, Any]:
+    async def _overview_context(self, request: Request, one: run.Run) -> dict[str, Any]:
         progress = await one.progress_async()
         return {
             "progress": progress,
             "figures": await self._source.figures(one, progress),
             "slots": await self._source.slots(one),
-            "limits": await reading.limits_of(self._source, one),
+            "limits": await reading.limits_of(
+                self._source, one, functools.partial(self._rules.readable, request)
+            ),
+            "stopping": run.stopping(progress),
         }
 
     async def _items(self, request: Request) -> Response:
@@ -164,6 +168,8 @@ class Pages:
         return RedirectResponse(_url(request, f"/runs/{run_id}?told={action}"), 303)
 
     async def _login(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._log_in(request)
         return await self._page(request, "login.html", wrong=False, next=_next(request))
 
     async def _log_in(self, request: Request) -> Response:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from fanout_procrastinate import errors, fanout, hooks, models, run, store
+from fanout_procrastinate import fanout, hooks, models, run, store, subscriptions
 
-LARGEST_ID = 2**63 - 1
+LARGEST_ID = subscriptions.LARGEST_ID
 MOST_ITEMS = 500
 MOST_RUNS = 500
 SLOTS_SHOWN = 100
@@ -27,6 +27,8 @@ _LEAST_SECONDS = 0.25
 _FIGURES_SECONDS = 2.0
 _FIGURES_KEPT = 200
 _HOLDERS_SHOWN = 10
+
+Readable = Callable[[Iterable[int | None]], Awaitable[Container[int | None]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,6 @@ class Reading:
         Raises:
             RunNotFound: it is not kept.
         """
-        if run_id > LARGEST_ID:
-            raise errors.RunNotFound(run_id)
         return await self.owner.get_run_async(run_id)
 
     async def limits(self, run_id: int) -> list[models.LimitState]:
@@ -197,28 +197,47 @@ def _pace(ended: Sequence[tuple[float, str]], begun: float, until: float, stride
     return Pace(seconds=seconds, ended=counts, failed=failed)
 
 
-async def limits_of(source: Reading, one: run.Run) -> list[Mapping[str, Any]]:
+async def limits_of(source: Reading, one: run.Run, readable: Readable) -> list[Mapping[str, Any]]:
     """Return the limits that a run's items share with others, for the page's section of that name.
 
     Each has ``name``, ``used``, ``concurrency`` (or ``None``), ``rate`` (or ``None``), ``per``
     (seconds), ``waiting`` (how many), ``paused_until`` (a time, or ``None``), ``holders`` and
-    ``queue`` (the first who have it, and who wait for it, in words).
+    ``queue`` (the first who have it, and who wait for it, in words), ``others`` and
+    ``others_waiting`` (how many more there are, those of runs that may not be read among them).
+
+    Args:
+        source: reads.
+        one: the run.
+        readable: told runs, says which of them may be read; ``None`` is what belongs to no run.
     """
-    return [
-        {
-            "name": state.name,
-            "used": state.used,
-            "concurrency": state.concurrency,
-            "rate": state.rate,
-            "per": state.per,
-            "waiting": len(state.waiting) + sum(want.wants for want in state.wanting),
-            "paused_until": state.paused_until and state.paused_until.isoformat(),
-            "holders": [_use(use) for use in state.holders[:_HOLDERS_SHOWN]],
-            "queue": [_use(use) for use in state.waiting[:_HOLDERS_SHOWN]]
-            + [f"run {want.run_id}: {want.wants} more" for want in state.wanting[:_HOLDERS_SHOWN]],
-        }
-        for state in await source.limits(one.id)
-    ]
+    states = await source.limits(one.id)
+    runs: list[int | None] = [one.id]
+    for state in states:
+        runs += [use.run_id for use in (*state.holders, *state.waiting)]
+        runs += [want.run_id for want in state.wanting]
+    allowed = await readable(runs)
+    return [_limit(state, allowed) for state in states]
+
+
+def _limit(state: models.LimitState, allowed: Container[int | None]) -> Mapping[str, Any]:
+    holders = [use for use in state.holders if use.run_id in allowed][:_HOLDERS_SHOWN]
+    line = [use for use in state.waiting if use.run_id in allowed][:_HOLDERS_SHOWN]
+    wanting = [want for want in state.wanting if want.run_id in allowed][:_HOLDERS_SHOWN]
+    waiting = len(state.waiting) + sum(want.wants for want in state.wanting)
+    return {
+        "name": state.name,
+        "used": state.used,
+        "concurrency": state.concurrency,
+        "rate": state.rate,
+        "per": state.per,
+        "waiting": waiting,
+        "paused_until": state.paused_until and state.paused_until.isoformat(),
+        "holders": [_use(use) for use in holders],
+        "others": len(state.holders) - len(holders),
+        "queue": [_use(use) for use in line]
+        + [f"run {want.run_id}: {want.wants} more" for want in wanting],
+        "others_waiting": waiting - len(line) - sum(want.wants for want in wanting),
+    }
 
 
 def _use(use: models.LimitUse) -> str:

@@ -69,17 +69,19 @@ class Streams:
         # A browser that lost the connection after the close would come back for ever.
         if progress.closed and request.headers.get("last-event-id") == _closed_id(progress):
             return Response(status_code=204)
-        return self._response(self._run_events(one))
+        return self._response(request, self._run_events(one))
 
-    def of_all(self) -> Response:
+    def of_all(self, request: Request) -> Response:
         """Stream which runs have changed.
 
         Raises:
             Refused: there are too many streams.
         """
-        return self._response(self._changes())
+        return self._response(request, self._changes())
 
-    def _response(self, events: AsyncIterator[ServerSentEvent]) -> Response:
+    def _response(self, request: Request, events: AsyncIterator[ServerSentEvent]) -> Response:
+        if request.method == "HEAD":  # an older sse-starlette would never end it
+            return Response(media_type="text/event-stream", headers=_HEADERS)
         if self.open >= MOST_STREAMS:
             raise failures.Refused("too many live streams; close some pages", 503)
         return _Stream(

@@ -48,6 +48,7 @@ class Stream:
     Args:
         app: the application.
         path: what is asked for.
+        method: of the request.
         headers: of the request.
         stalls_after: the client stops taking anything after so many messages.
     """
@@ -57,6 +58,7 @@ class Stream:
         app: ASGIApp,
         path: str,
         *,
+        method: str = "GET",
         headers: dict[str, str] | None = None,
         stalls_after: int | None = None,
     ) -> None:
@@ -64,7 +66,7 @@ class Stream:
         self._scope = {
             "type": "http",
             "http_version": "1.1",
-            "method": "GET",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",

@@ -19,7 +19,7 @@ from fanout_procrastinate import (
     fanout_manager,
     web,
 )
-from tests.support import finished, opened, working
+from tests.support import begun, direct, finished, opened, working
 
 TOKEN = "the-token-of-these-tests"  # noqa: S105
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -205,6 +205,7 @@ async def test_limits_have_their_section(
     page = (await client.get(f"/runs/{second.id}")).text
     assert "limits-title" in page and "50 in 1 min 00 s" in page
     assert f"queued: run {first.id}" in page
+    assert (limit["others"], limit["others_waiting"]) == (0, 0)
     for run in (first, second):
         await run.cancel_async()
 
@@ -244,6 +245,17 @@ IMPOSSIBLE: list[tuple[str, Any, int, str]] = [
     ("retry", [1], 400, "JSON object"),
     ("explode", {}, 404, "no action"),
 ]
+ODD: list[tuple[str, str, int]] = [
+    ("retry", '{"error_type": "\\ud800"}', 200),
+    ("retry", '{"error_type": "a\\u0000"}', 200),
+    ("update", '{"deadline": NaN}', 400),
+    ("update", '{"deadline": 1e400}', 400),
+    ("update", '{"tolerate": 1e400}', 400),
+    ("update", '{"priority": ' + "9" * 4000 + "}", 400),
+    ("update", '{"priority": ' + "9" * 5000 + "}", 400),
+    ("update", '{"\\ud800": 1}', 400),
+    ("cancel", '{"reason": "\\ud800\\u0000"}', 200),
+]
 
 
 async def test_control_that_cannot_be(
@@ -255,6 +267,75 @@ async def test_control_that_cannot_be(
         assert response.status_code == status, response.text
         assert words in response.json()["error"]
     assert (await run.progress_async()).generation == 1
+
+
+async def test_odd_text_and_numbers_break_nothing(
+    client: httpx.AsyncClient, app: procrastinate.App, declared: Any
+) -> None:
+    run = await declared.defer_async(count=3)
+    for action, body, status in ODD:
+        response = await client.post(f"/api/runs/{run.id}/{action}", content=body, headers=BEARER)
+        assert response.status_code == status, (action, body[:40], response.text)
+    other = await declared.defer_async(count=3)
+    await client.get("/login")
+    headers = BEARER | {"content-type": "application/x-www-form-urlencoded"}
+    for action, form in {"retry": b"error_type=%00%ED%A0%80", "cancel": b"reason=%00%FF"}.items():
+        path = f"/runs/{other.id}/control/{action}"
+        assert (await client.post(path, content=form, headers=headers)).status_code == 303
+
+
+async def test_closed_run_names_the_retry_where_something_failed(
+    client: httpx.AsyncClient, app: procrastinate.App, declared: Any
+) -> None:
+    failed = await closed_run(app, declared, count=2)
+    clean = await declared.defer_async(count=2)
+    await clean.cancel_async()
+    for run, words in ((failed, "start a new run, or retry its failed items"), (clean, "new run")):
+        response = await client.post(f"/api/runs/{run.id}/pause", headers=BEARER)
+        assert response.status_code == 409
+        assert response.json()["error"].endswith(words), response.text
+        assert "start a new run" in response.text
+
+
+async def test_stop_that_waits_for_the_items_at_work_is_shown(
+    client: httpx.AsyncClient, app: procrastinate.App, declared: Any, conn: Any, dsn: str
+) -> None:
+    run = await declared.child.map_async([{"n": n} for n in range(3)])
+    with direct(dsn, size=1) as own:
+        begun(own, run.id, conn)
+    await run.cancel_async(reason="wrong folder")
+    assert (await run.progress_async()).status == "processing"
+    assert "Stopping: wrong folder" in (await client.get(f"/runs/{run.id}")).text
+
+
+async def test_client_that_goes_away_within_a_body(app: procrastinate.App, declared: Any) -> None:
+    """Nobody is there to be answered, and nothing is to be logged."""
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}])
+    answered = []
+
+    async def receive() -> Any:
+        return next(parts, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        answered.append(message.get("status"))
+
+    async with opened(app):
+        run = await declared.defer_async(count=1)
+        path = f"/api/runs/{run.id}/pause"
+        names = {"host": "localhost"} | BEARER
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "scheme": "http",
+            "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in names.items()],
+        }
+        await web.create_app(app, token=TOKEN)(scope, receive, send)
+        assert answered[0] == 400
+        assert not (await run.progress_async()).paused
 
 
 async def test_large_bodies_are_refused(
@@ -273,7 +354,10 @@ MISSING = {
     "runs/999/items/0": 404,
     "runs/999/errors": 404,
     "runs/999/events": 404,
+    "runs/0": 404,
     "runs/9223372036854775808": 404,
+    "runs/" + "1" * 5000: 404,
+    "runs/1/items/" + "1" * 5000: 404,
     "runs/x": 404,
     "nothing": 404,
     "runs?status=odd": 400,

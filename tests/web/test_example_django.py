@@ -62,6 +62,13 @@ def start(project: str) -> Iterator[Callable[..., Served]]:
         one.close()
 
 
+def log_in(client: httpx.Client, **who: str) -> httpx.Response:
+    """Do what a browser does at Django's own login."""
+    client.get("/login/")
+    token = {"csrfmiddlewaretoken": client.cookies["csrftoken"]}
+    return client.post("/login/", data=who | token)
+
+
 def test_project(project: str, start: Callable[..., Served]) -> None:
     """C02: what the request rolls back takes its run along; workers, page and dashboard agree."""
     assert "No changes" in manage(project, "makemigrations", "--check", "archive")
@@ -86,10 +93,15 @@ def test_project(project: str, start: Callable[..., Served]) -> None:
         wait_until(lambda: client.get(path).json()["status"] == "completed", 20.0)
         assert client.get(path).json()["words"] == {f"page {n}": n for n in range(5)}
 
+        for broken in ("{", "[]", "{}", '{"name": "x", "documents": 7}', '"x"', b"\xff"):
+            assert client.post("/batches", content=broken).status_code == 400, broken
+
+        refused = client.get("/fanout/")
+        assert (refused.status_code, "log in at /login/" in refused.text) == (403, True)
+        log_in(client, username="ben", password="another password")
         assert client.get("/fanout/").status_code == 403
-        client.post("/login", json={"username": "ben", "password": "another password"})
-        assert client.get("/fanout/").status_code == 403
-        client.post("/login", json=STAFF)
+        assert log_in(client, **STAFF).headers["location"] == "/fanout/"
+        assert client.get("/fanout/").status_code == 200
         page = client.get(f"/fanout/runs/{added.json()['run']}")
         assert page.status_code == 200 and "archive.count_batch" in page.text
         with client.stream("GET", f"/fanout/api/runs/{added.json()['run']}/events") as stream:

@@ -1,5 +1,6 @@
 """Safe by default: each rule is shown to refuse, and what it lets through."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,13 +8,23 @@ import httpx
 import procrastinate
 import pytest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Mount
 
-from fanout_procrastinate import ConfigurationError, FanOut, Run, fanout_child, web
+from fanout_procrastinate import (
+    ConfigurationError,
+    FanOut,
+    ItemContext,
+    Limit,
+    Run,
+    fanout_child,
+    web,
+)
 from fanout_procrastinate.web import access, guard
 from tests.apps.shown import HOSTILE
-from tests.support import finished, opened, unconnected, working
+from tests.support import finished, opened, serving, unconnected, working
+from tests.waiting import wait_until_async
 
 # No server decides anything here.
 pytestmark = pytest.mark.pg18_only
@@ -252,6 +263,84 @@ async def test_rule_must_say_true(site: Site) -> None:
         assert (await client.get("/")).status_code == 403
 
 
+@pytest.mark.parametrize("refusal", [False, HTTPException(403, "not yours")], ids=["no", "raised"])
+async def test_limits_name_no_runs_that_may_not_be_read(
+    app: procrastinate.App, refusal: bool | HTTPException
+) -> None:
+    """A limit is shared: of others' runs it shows how many they are, no ids and no keys."""
+    limit, gate = Limit("llm", concurrency=2), asyncio.Event()
+
+    @fanout_child(app, name="whole", limits=[limit])
+    async def whole(item: str) -> None:
+        await gate.wait()
+
+    @fanout_child(app, name="part", pass_context=True)
+    async def part(context: ItemContext, item: str) -> None:
+        async with context.permit(limit):
+            await gate.wait()
+
+    def rule(request: Request, action: str, run_id: int | None) -> bool:
+        if run_id != mine.id and isinstance(refusal, HTTPException):
+            raise refusal
+        return run_id == mine.id
+
+    async def both_held() -> bool:
+        return [len(one.holders) for one in await FanOut.of(app).limits_async()] == [2]
+
+    transport = httpx.ASGITransport(web.create_app(app, authorize=rule))
+    async with (
+        serving(app, concurrency=6),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        others = [
+            await child.map_async(["x"], item_key=lambda _: "patient-anna")
+            for child in (whole, part)
+        ]
+        try:
+            await wait_until_async(both_held)
+            mine = await whole.map_async(["y", "z"], item_key=str)
+            waiting = await whole.map_async(["x"], item_key=lambda _: "patient-bob")
+            assert (await client.get(f"/api/runs/{others[0].id}")).status_code == 403
+            answer = await client.get(f"/api/runs/{mine.id}")
+            page = (await client.get(f"/runs/{mine.id}")).text
+        finally:
+            gate.set()
+        for run in (*others, mine, waiting):
+            await finished(run)
+    (shown,) = answer.json()["limits"]
+    assert (shown["used"], shown["holders"], shown["others"]) == (2, [], 2)
+    assert [line.startswith(f"run {mine.id}:") for line in shown["queue"]] == [True]
+    assert shown["others_waiting"] == 1
+    assert "patient" not in answer.text + page
+    assert "2 others" in page and "and 1 more" in page
+
+
+async def test_answer_of_the_rule_keeps_its_headers(site: Site) -> None:
+    """It may lead to a login of the application's own, or ask for a password."""
+    for answer, name in (
+        (HTTPException(302, headers={"Location": "/sign-in"}), "location"),
+        (HTTPException(401, headers={"WWW-Authenticate": "Basic"}), "www-authenticate"),
+    ):
+
+        def rule(*_: Any, answer: HTTPException = answer) -> bool:
+            raise answer
+
+        async with site.client(authorize=rule) as client:
+            for path in ("/", "/api/runs"):
+                response = await client.get(path)
+                assert response.status_code == answer.status_code
+                assert response.headers[name] == next(iter((answer.headers or {}).values()))
+                assert "frame-ancestors" in response.headers["content-security-policy"]
+
+
+async def test_what_is_allowed_instead(site: Site) -> None:
+    async with site.client() as client:
+        for path, more in (("/", set()), ("/api/runs", set()), ("/login", {"POST"})):
+            response = await client.put(path)
+            assert response.status_code == 405
+            assert set(response.headers["allow"].split(", ")) == {"GET", "HEAD"} | more
+
+
 async def test_token_to_read(site: Site) -> None:
     async with site.client(token=TOKEN, token_to_read=True) as client:
         paths = ["/api/runs", "/api/events", f"/api/runs/{site.run.id}/items/0"]
@@ -396,6 +485,20 @@ async def test_mounted_below_a_path(site: Site) -> None:
         assert await site.paused()
 
 
+@pytest.mark.parametrize(
+    ("path", "encoded"), [("/fan out", "/fan%20out"), ("/é", "/%C3%A9"), ("/a(b)/c", "/a(b)/c")]
+)
+async def test_cookies_of_a_path_with_odd_letters(site: Site, path: str, encoded: str) -> None:
+    """Browsers compare a cookie's path with the address as they send it."""
+    dashboard = web.create_app(site.app, token=TOKEN)
+    transport = httpx.ASGITransport(Starlette(routes=[Mount(path, dashboard)]))
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://localhost{path}") as client:
+        response = await client.get("/login")
+        (cookie,) = response.headers.get_list("set-cookie")
+        assert f"Path={encoded}" in cookie.split("; ")
+        assert await logged_in(client)
+
+
 async def test_base_path_that_a_proxy_cuts_off(site: Site) -> None:
     async with site.client(base_path="/fanout") as client:
         assert f'href="/fanout/runs/{site.run.id}"' in (await client.get("/")).text
@@ -406,6 +509,8 @@ async def test_base_path_that_a_proxy_cuts_off(site: Site) -> None:
     ("options", "words"),
     [
         ({"token": "short"}, "at least 16"),
+        *(({"token": f"a token{odd}of these tests"}, "take them out") for odd in " \n\t\x7f\ud800"),
+        ({"token": TOKEN + "\n"}, "take them out"),
         ({"token_to_read": True}, "give token="),
         ({"allowed_hosts": "localhost"}, "a list of names"),
         ({"base_path": "fanout"}, "such as '/fanout'"),

@@ -49,6 +49,15 @@ async def declared(app: procrastinate.App) -> AsyncIterator[Any]:
         await no_watcher()
 
 
+async def test_head_of_a_stream_ends(app: procrastinate.App, declared: Any) -> None:
+    run = await declared.map_async(["last"])
+    for path in ("/api/events", f"/api/runs/{run.id}/events"):
+        async with Stream(web.create_app(app), path, method="HEAD") as stream:
+            await stream.ended()
+            assert (stream.status, stream.body) == (200, b"")
+            assert stream.headers["content-type"].startswith("text/event-stream")
+
+
 async def test_snapshot_then_deltas_then_the_close(app: procrastinate.App, declared: Any) -> None:
     """G08, G13: subscribed before the snapshot; framed whatever is said; ended with the run."""
     run = await declared.map_async([ROWS, "bad", "last"])

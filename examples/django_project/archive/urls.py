@@ -5,7 +5,6 @@ from django.urls import path
 from . import views
 
 urlpatterns = [
-    path("login", views.log_in),
     path("batches", views.batches),
     path("batches/<int:batch_id>", views.batch),
 ]

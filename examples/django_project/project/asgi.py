@@ -9,6 +9,7 @@ from django.contrib.sessions.backends.db import SessionStore
 from django.core.asgi import get_asgi_application
 from django.http import HttpRequest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Mount
 
@@ -28,9 +29,11 @@ def _is_staff(session_key: str | None) -> bool:
 
 
 async def staff_only(request: Request, action: str, run_id: int | None) -> bool:
-    """Let in whom Django knows as staff, by its own session."""
+    """Let in whom Django knows as staff, by its own session; tell others how to get in."""
     session_key = request.cookies.get(settings.SESSION_COOKIE_NAME)
-    return await sync_to_async(_is_staff)(session_key)
+    if not await sync_to_async(_is_staff)(session_key):
+        raise HTTPException(403, "this is for the staff: log in at /login/")
+    return True
 
 
 dashboard = web.create_app(app, authorize=staff_only, allowed_hosts=settings.ALLOWED_HOSTS)

@@ -22,6 +22,13 @@ MIDDLEWARE = [
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
 ]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+    }
+]
+LOGIN_REDIRECT_URL = "/fanout/"
 DATABASES = {
     "default": {
         "ENGINE": "django.db.backends.postgresql",

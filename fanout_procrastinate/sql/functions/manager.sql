@@ -197,7 +197,7 @@ BEGIN
     END IF;
     UPDATE fanout_runs
     SET status = 'processing', total = staged, ledgers = v_ledgers, open_ledgers = v_ledgers,
-        sealed_at = clock_timestamp(), started_at = clock_timestamp()
+        sealed_at = clock_timestamp(), started_at = clock_timestamp(), reason = NULL
     WHERE id = p_run;
     IF v_ledgers = 0 THEN
         PERFORM fanout_close_v1(p_run, 'completed', NULL);
