@@ -280,7 +280,7 @@ class Run:
 
         Args:
             timeout: seconds; ``None`` = for ever.
-            raise_on_failure: raise unless it completed without a failed item.
+            raise_on_failure: raise unless it completed with every item done.
 
         Raises:
             WaitTimeout: it is still open; it goes on.
@@ -480,12 +480,8 @@ class Run:
 
 
 def stopping(progress: models.Progress) -> bool:
-    """Return whether an open run is seen to be stopped: its `reason` then says why.
-
-    Only a stop cancels items of an open run. One that had nothing to cancel is not seen; for a
-    manager that was tried again leaves its reason behind too.
-    """
-    return not progress.closed and bool(progress.reason) and progress.cancelled > 0
+    """Return whether a run is being stopped: its `reason` says why, and items at work end."""
+    return progress.status is models.RunStatus.PROCESSING and bool(progress.reason)
 
 
 def check_text(name: str, value: Any) -> str:

@@ -677,7 +677,8 @@ async def test_options_that_a_run_does_not_have(app: procrastinate.App) -> None:
     ("status", "values", "seen"),
     [
         ("processing", {"reason": "enough", "cancelled": 2}, True),
-        ("processing", {"reason": "the first try of the manager failed"}, False),
+        ("processing", {"reason": "enough"}, True),
+        ("pending", {"reason": "the first try of the manager failed"}, False),
         ("processing", {"cancelled": 2}, False),
         ("cancelled", {"reason": "enough", "cancelled": 2}, False),
     ],

@@ -45,7 +45,7 @@ exit codes:
   5    the fan-out tables are missing: fanout --app=... schema --apply; or procrastinate's own
   6    the database does not answer, or refused
   7    the app cannot be loaded
-  8    `watch`: not every run completed without a failed item
+  8    `watch`: not every run completed with every item done
   9    the output cannot be written: the disk is full, or there is no standard output
   130  interrupted; 141 if whoever read the output went away
 """

@@ -110,7 +110,7 @@ def _errors(use: session.Session) -> command.Exit:
 def _watch(use: session.Session) -> command.Exit:
     """Follow one or several runs until all are closed; their children's log lines come below.
 
-    The exit code is 0 if all of them completed without a failed item, otherwise 8. With --json
+    The exit code is 0 if all of them completed with every item done, otherwise 8. With --json
     nothing is printed before the end, then an array of their progress.
     """
     owner = use.owner
