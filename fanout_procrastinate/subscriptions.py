@@ -19,6 +19,7 @@ from fanout_procrastinate import errors, models
 Kind = Literal["progress", "item_failed", "log", "closed", "resync"]
 KINDS: frozenset[str] = frozenset(get_args(Kind))
 LIMIT = 1000
+_FRACTIONS = 1000
 LARGEST_ID = 2**63 - 1
 
 _LARGEST_LIMIT = 2**31 - 1
@@ -257,7 +258,8 @@ class Subscription:
             self._numbers += 1
             numbered = (self._numbers, event)
             if event.kind == "progress":
-                self._progress.pop(event.run_id, None)
+                if replaced := self._progress.pop(event.run_id, None):
+                    numbered = (self._numbers, _with_fractions(event, replaced[1]))
                 self._progress[event.run_id] = numbered
             elif event.kind == "closed":
                 self._closes.append(numbered)
@@ -334,6 +336,18 @@ class Subscription:
         for loop, awake in self._sleepers:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(awake.set)
+
+
+def _with_fractions(event: Event, before: Event) -> Event:
+    """Add to an event the fractions of one that it takes the place of, the latest of them."""
+    if not before.data.get("items"):
+        return event
+    latest = event.data.get("items", {})
+    items = {place: told for place, told in before.data["items"].items() if place not in latest}
+    items |= latest
+    for place in list(items)[:-_FRACTIONS]:
+        del items[place]
+    return dataclasses.replace(event, data={**event.data, "items": items})
 
 
 def check_run_id(run_id: Any) -> int:

@@ -124,6 +124,20 @@ def test_latest_progress_replaces_those_before() -> None:
     assert [event and event.data["n"] for event in found] == [2, 3, 4, 5, None]
 
 
+def test_a_progress_that_replaces_another_tells_its_fractions_too() -> None:
+    """The latest of each item, and a bounded number of them."""
+    one = Subscription(7)
+    one.put(told("progress", run_id=7, items={1: 0.1, 2: 0.2}))
+    one.put(told("progress", run_id=7, items={2: 0.5}))
+    one.put(told("progress", run_id=7))
+    event = one.get(0)
+    assert event is not None and event.data["items"] == {1: 0.1, 2: 0.5}
+    for n in range(1500):
+        one.put(told("progress", run_id=7, items={n: 0.5}))
+    event = one.get(0)
+    assert event is not None and list(event.data["items"]) == list(range(500, 1500))
+
+
 def test_overflow_drops_the_oldest_lines_and_says_so() -> None:
     """G12: bounded, never blocking; the state is not lost."""
     one = Subscription(7, limit=10)
