@@ -53,7 +53,7 @@ class Settings:
 
     Example:
         >>> Settings(lease=12).renew_interval
-        4.0
+        3.0
     """
 
     time_slice: float = 1.0
@@ -94,7 +94,7 @@ class Settings:
     @property
     def renew_interval(self) -> float:
         """Return the seconds between two renewals of a process's slots."""
-        return self.lease / 3
+        return self.lease / 4
 
     @property
     def sweep_interval(self) -> float:

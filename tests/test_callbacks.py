@@ -293,6 +293,7 @@ async def test_callback_whose_worker_died_runs_again(app: procrastinate.App, con
         run = await manager.defer_async(items=[])
         async with working(app, queues=["papers"]):
             await finished(run)
+        await FanOut.of(app).close_async()  # nobody else sweeps
         conn.execute(
             "UPDATE fanout_callbacks SET state = 'running',"
             " seen_at = clock_timestamp() - interval '1 hour',"

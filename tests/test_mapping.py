@@ -35,7 +35,7 @@ class Paper(pydantic.BaseModel):
 
 @pytest.fixture
 def child(app: procrastinate.App) -> Child[Any, Any]:
-    FanOut(app, chunk_size=10, lease=1.0, max_item_bytes=1000)
+    FanOut(app, chunk_size=10, lease=2.0, max_item_bytes=1000)
     return fanout_child(app, name="child")(work)
 
 
@@ -260,7 +260,7 @@ async def test_slow_source_is_not_taken_for_a_dead_one(
 
     async def slow() -> AsyncIterator[Paper]:
         yield Paper(id="first")
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 3.0
         await wait_until_async(lambda: time.monotonic() > until)
         yield Paper(id="last")
 
@@ -277,7 +277,7 @@ def test_slow_source_sync(app: procrastinate.App, child: Child[Any, Any], conn: 
 
     def slow() -> Iterator[Paper]:
         yield Paper(id="first")
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 3.0
         while time.monotonic() < deadline:
             owner.sweep()
         yield Paper(id="last")

@@ -26,7 +26,7 @@ def test_defaults_of_an_app():
         "on_stuck": None,
         "redact": None,
     }
-    assert defaults.renew_interval == 10.0
+    assert defaults.renew_interval == 7.5
     assert defaults.sweep_interval == 10.0
 
 
