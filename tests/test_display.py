@@ -168,7 +168,7 @@ def test_times_that_are_missing_are_empty() -> None:
         (progress(paused=True), "run 1: processing, 12 of 22 (55 %), 1 failed, paused, 2.0/s"),
         (
             progress(reason="cancelled by an operator", rate=0.0),
-            "run 1: processing, 12 of 22 (55 %), 1 failed: cancelled by an operator",
+            "run 1: processing, 12 of 22 (55 %), 1 failed, stopping: cancelled by an operator",
         ),
         (
             progress(reason="wrong folder", cancelled=8, pending=0, rate=0.0),

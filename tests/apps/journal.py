@@ -24,7 +24,9 @@ class Journal:
         """Return the lines of this event with these facts, in order."""
         if not self.path.exists():
             return []
-        lines = [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        # The last one may be on its way.
+        whole, _, _ = self.path.read_bytes().rpartition(b"\n")
+        lines = [json.loads(line) for line in whole.splitlines()]
         return [
             line
             for line in lines
