@@ -68,7 +68,9 @@ class Meter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+        # Cancelled at the end, when callers hold their connections still.
+        ended = contextlib.suppress(ConnectionError, asyncio.CancelledError)
+        with contextlib.closing(writer), ended:
             while line := await reader.readline():
                 name, _, seconds = line.decode().strip().partition(" ")
                 await self._call(name, float(seconds), reader)
