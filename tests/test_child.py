@@ -751,21 +751,23 @@ async def test_slot_waits_for_an_item_that_is_due_soon(app: procrastinate.App, c
 async def test_slot_that_waits_is_aborted_like_any_other(
     app: procrastinate.App, conn: Conn
 ) -> None:
-    tried = asyncio.Event()
+    waits = asyncio.Event()
 
     @fanout_child(app)
     async def child(item: int) -> None:
-        tried.set()
         raise TransientError("again", retry_in=5)
 
     async with serving(app, shutdown_graceful_timeout=0.05):
-        run = await child.map_async([1])
-        await tried.wait()
+        suspicion = FanOut.of(app).runtime().suspicion
+        freed = suspicion.freed
 
-        async def waiting() -> bool:
-            return (await run.progress_async()).waiting == 1
+        async def noted(seconds: float) -> None:
+            waits.set()
+            await freed(seconds)
 
-        await wait_until_async(waiting)
+        suspicion.freed = noted  # type: ignore[method-assign]
+        await child.map_async([1])
+        await waits.wait()
     assert [job["status"] for job in jobs(conn)] == ["aborted", "todo"]
     invariants.check(conn)
 
