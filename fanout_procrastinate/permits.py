@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from fanout_procrastinate import database, errors, hub, limits, models, steps, store
+from fanout_procrastinate import database, errors, host, hub, limits, models, steps, store
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Permit:
     # -- in threads
 
     def __enter__(self) -> Self:
-        if _in_a_loop():
+        if host.in_a_loop():
             raise errors.ConfigurationError(
                 "an event loop runs in this thread, and waiting would block it; write "
                 "`async with` for this permit"
@@ -368,14 +368,6 @@ def _checked_timeout(value: object) -> float | None:
             f"timeout={value!r}: give seconds, a number of 0 or more, or None for no limit"
         )
     return float(value)
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def _to_its_end(work: Any) -> Any:

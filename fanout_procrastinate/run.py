@@ -379,8 +379,7 @@ class Run:
         return await self.progress_async()
 
     def _cancel(self, abort: bool, reason: str | None) -> store.Call[str | None]:
-        if not isinstance(abort, bool):
-            raise errors.ConfigurationError(f"abort={abort!r}: give True or False")
+        settings.check_bool("abort", abort)
         text = "" if reason is None else check_text("reason", reason)
         text = text or "cancelled by an operator"
         return store.stop(self.id, status="cancelled", reason=text, abort=abort)

@@ -73,8 +73,8 @@ class Settings:
         _check_seconds("time_slice", self.time_slice, 0.0)
         _check_seconds("lease", self.lease, 1.0)
         _check_cron(self.sweep_cron)
-        _check_int("max_item_bytes", self.max_item_bytes, 1, _MAX_BYTES)
-        _check_int("max_result_bytes", self.max_result_bytes, 1, _MAX_BYTES)
+        check_int("max_item_bytes", self.max_item_bytes, 1, _MAX_BYTES)
+        check_int("max_result_bytes", self.max_result_bytes, 1, _MAX_BYTES)
         if self.retention is not None:
             _check_seconds("retention", self.retention, 1.0, "None to keep runs for ever")
         if self.connection_factory is not None and not callable(self.connection_factory):
@@ -82,8 +82,8 @@ class Settings:
                 f"connection_factory={self.connection_factory!r} cannot be called; "
                 "give a function that opens a connection"
             )
-        _check_int("chunk_size", self.chunk_size, 1, 100_000)
-        _check_bool("events", self.events)
+        check_int("chunk_size", self.chunk_size, 1, 100_000)
+        check_bool("events", self.events)
         for name in ("on_item_failed", "on_stuck", "redact"):
             given = getattr(self, name)
             if given is not None and not callable(given):
@@ -132,7 +132,7 @@ class ChildOptions:
         check_priority(self.priority)
         limits.check_concurrency(self.max_running, "max_running")
         object.__setattr__(self, "limits", limits.check_set(self.limits))
-        _check_int("max_attempts", self.max_attempts, 1)
+        check_int("max_attempts", self.max_attempts, 1)
         _check_backoff(self.backoff)
         _check_timeout(self.timeout)
         _freeze_types(self, "permanent")
@@ -143,10 +143,10 @@ class ChildOptions:
             raise errors.ConfigurationError(
                 f"{names} is declared permanent and transient; keep it in one of the two"
             )
-        _check_int("max_crashes", self.max_crashes, 1)
-        _check_bool("isolate", self.isolate)
+        check_int("max_crashes", self.max_crashes, 1)
+        check_bool("isolate", self.isolate)
         _check_memory_limit(self)
-        _check_bool("pass_context", self.pass_context)
+        check_bool("pass_context", self.pass_context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class ManagerOptions:
         check_tolerate(self.tolerate)
         _check_seconds("stuck_after", self.stuck_after, 1.0)
         check_weight(self.weight)
-        _check_int("max_attempts", self.max_attempts, 1)
+        check_int("max_attempts", self.max_attempts, 1)
         _check_backoff(self.backoff)
 
 
@@ -243,7 +243,7 @@ def check_priority(value: int) -> int:
     Raises:
         ConfigurationError: it does not.
     """
-    _check_int("priority", value, -_MAX_INT - 1)
+    check_int("priority", value, -_MAX_INT - 1)
     return value
 
 
@@ -253,7 +253,7 @@ def check_max_in_flight(value: int) -> int:
     Raises:
         ConfigurationError: it is below 1.
     """
-    _check_int("max_in_flight", value, 1, remedy="pause() stops a run from handing out items")
+    check_int("max_in_flight", value, 1, remedy="pause() stops a run from handing out items")
     return value
 
 
@@ -275,7 +275,12 @@ def check_tolerate(value: int | float | None) -> int | float | None:
     return value
 
 
-def _check_int(name: str, value: Any, low: int, high: int = _MAX_INT, remedy: str = "") -> None:
+def check_int(name: str, value: Any, low: int, high: int = _MAX_INT, remedy: str = "") -> None:
+    """Check a whole number.
+
+    Raises:
+        ConfigurationError: it is none, or out of bounds.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise errors.ConfigurationError(
             f"{name}={value!r}: give a whole number from {low} to {high}"
@@ -297,7 +302,12 @@ def _check_timeout(value: Any) -> None:
         _check_seconds("timeout", value, 0.001, "None for no limit")
 
 
-def _check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
+    """Check a truth value.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
     if not isinstance(value, bool):
         raise errors.ConfigurationError(f"{name}={value!r}: give True or False")
 
@@ -310,7 +320,7 @@ def _check_memory_limit(options: ChildOptions) -> None:
             f"memory_limit={options.memory_limit!r} needs isolate=True: a limit holds for a process"
         )
     remedy = "an interpreter needs about half of the least that is allowed"
-    _check_int("memory_limit", options.memory_limit, MIN_MEMORY_LIMIT, 2**62, remedy)
+    check_int("memory_limit", options.memory_limit, MIN_MEMORY_LIMIT, 2**62, remedy)
 
 
 def _check_backoff(value: Any) -> None:

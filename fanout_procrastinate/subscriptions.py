@@ -14,15 +14,13 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-from fanout_procrastinate import errors, models
+from fanout_procrastinate import errors, models, settings
 
 Kind = Literal["progress", "item_failed", "log", "closed", "resync"]
 KINDS: frozenset[str] = frozenset(get_args(Kind))
 LIMIT = 1000
 _FRACTIONS = 1000
 LARGEST_ID = 2**63 - 1
-
-_LARGEST_LIMIT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,11 +370,7 @@ def check_limit(limit: Any) -> int:
     Raises:
         ConfigurationError: it is not.
     """
-    whole = isinstance(limit, int) and not isinstance(limit, bool)
-    if not whole or not 0 < limit <= _LARGEST_LIMIT:
-        raise errors.ConfigurationError(
-            f"limit={limit!r}: give a whole number from 1 to {_LARGEST_LIMIT}"
-        )
+    settings.check_int("limit", limit, 1)
     return int(limit)
 
 

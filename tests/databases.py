@@ -1,6 +1,10 @@
 """Databases of their own for the tests, on whatever server serves them."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import psycopg
 from psycopg import conninfo, sql
@@ -61,3 +65,18 @@ def environment(dsn: str) -> dict[str, str]:
         for key, value in conninfo.conninfo_to_dict(dsn).items()
         if names.get(key.encode())
     }
+
+
+def run_script(code: str, dsn: str, *arguments: str) -> str:
+    """Run Python code in a process of its own, on a database; return what it printed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **environment(dsn)},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout

@@ -1,13 +1,10 @@
 """Control within a Django request: it must not hold a run's locks until the request ends."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.databases import environment
+from tests.databases import environment, run_script
 
 pytest.importorskip("django")
 
@@ -68,17 +65,7 @@ def test_control_in_a_request_holds_no_lock_of_a_run(dsn: str) -> None:
     env = environment(dsn)
     keys = {"NAME": "PGDATABASE", "HOST": "PGHOST", "PORT": "PGPORT", "USER": "PGUSER"}
     database = {name: env[key] for name, key in keys.items() if env.get(key)}
-    ran = subprocess.run(
-        [sys.executable, "-c", _VIEW, json.dumps(database)],
-        env={**env, "PATH": "/usr/bin:/bin"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout.splitlines()[-1])
+    said = json.loads(run_script(_VIEW, dsn, json.dumps(database)).splitlines()[-1])
     assert said == {
         "status": ["cancelled", 7],
         "limit": [2],

@@ -2,12 +2,8 @@
 
 import asyncio
 import itertools
-import os
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import procrastinate
@@ -15,7 +11,7 @@ from procrastinate import testing
 
 from fanout_procrastinate import FanOut, fanout_child
 from fanout_procrastinate.fanout import SWEEP_TASK
-from tests.databases import environment
+from tests.databases import run_script
 from tests.support import counts, finished, opened, serving, unconnected, working
 from tests.waiting import wait_until_async
 
@@ -129,17 +125,7 @@ async def test_what_a_loop_held_that_was_closed_by_hand_is_let_go(
     async def child(item: float) -> float:
         return item
 
-    ran = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", _CLOSED_BY_HAND],
-        env={**os.environ, **environment(dsn)},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    await asyncio.to_thread(run_script, _CLOSED_BY_HAND, dsn)
     async with serving(app):
         (run,) = await FanOut.of(app).runs_async()
         await (await FanOut.of(app).get_run_async(run.run_id)).wait_async(timeout=10)

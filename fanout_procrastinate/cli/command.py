@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fanout_procrastinate import subscriptions
 from fanout_procrastinate.cli import session
 
-_LARGEST_ID = 2**63 - 1
 _LARGEST_LIMIT = 2**31 - 1
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -78,7 +78,8 @@ def one_of(dest: str, **texts: str) -> Argument:
 
 def run_id(text: str) -> int:
     """Read a run's id."""
-    return _whole(text, _LARGEST_ID, f"{text!r} is no run id; give a whole number such as 1")
+    complaint = f"{text!r} is no run id; give a whole number such as 1"
+    return _whole(text, subscriptions.LARGEST_ID, complaint)
 
 
 def limit(default: int | None, text: str) -> Argument:

@@ -1,6 +1,6 @@
 """Sync functions that run a loop of their own cannot do so inside one."""
 
-import asyncio
+from fanout_procrastinate import host
 
 
 def refuse(name: str) -> None:
@@ -9,8 +9,5 @@ def refuse(name: str) -> None:
     Raises:
         RuntimeError: there is one; the message names the async twin.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(f"{name} called inside a running event loop; await {name}_async instead")
+    if host.in_a_loop():
+        raise RuntimeError(f"{name} called inside a running event loop; await {name}_async instead")

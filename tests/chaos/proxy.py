@@ -141,23 +141,11 @@ class Proxy:
 
     def freeze_all(self) -> None:
         """Hold back everything, of links to come too, until `thaw`; the sockets stay open."""
-
-        def close() -> None:
-            self._frozen = True
-            for link in self._links:
-                link.open.clear()
-
-        self._in_loop(close)
+        self._set_frozen(True)
 
     def thaw(self) -> None:
         """Let what `freeze_all` holds back go on."""
-
-        def open_all() -> None:
-            self._frozen = False
-            for link in self._links:
-                link.open.set()
-
-        self._in_loop(open_all)
+        self._set_frozen(False)
 
     def delay(self, chosen: Callable[[], bool], seconds: float, latency: float) -> int:
         """Hold back each piece by `latency` seconds for a time."""
@@ -200,11 +188,16 @@ class Proxy:
 
         return self._for_a_time(chosen, on_links)
 
-    def _in_loop(self, step: Callable[[], None]) -> None:
-        async def stepped() -> None:
-            step()
+    def _set_frozen(self, frozen: bool) -> None:
+        async def set_all(links: Iterable[Link]) -> None:
+            self._frozen = frozen
+            for link in links:
+                if frozen:
+                    link.open.clear()
+                else:
+                    link.open.set()
 
-        asyncio.run_coroutine_threadsafe(stepped(), self._loop).result()
+        self._for_a_time(lambda: True, set_all)
 
     def _for_a_time(
         self, chosen: Callable[[], bool], act: Callable[[list[Link]], Coroutine[Any, Any, None]]
