@@ -1,6 +1,8 @@
 """Hooks: told what happens, in the process where it happens, and in nobody's way."""
 
 import asyncio
+import dataclasses
+import json
 import logging
 import threading
 from collections.abc import Mapping
@@ -8,9 +10,10 @@ from typing import Any
 
 import procrastinate
 import psycopg
+import pydantic
 import pytest
 
-from fanout_procrastinate import FanOut, fanout_child, hooks, settings
+from fanout_procrastinate import FanOut, ItemContext, fanout_child, hooks, settings
 from tests.support import QUICK, counts, direct, finished, opened, sealed, serving, started
 from tests.waiting import wait_until
 
@@ -80,6 +83,34 @@ async def test_hooks_that_raise_or_hang_disturb_nobody(
     wait_until(lambda: not threads())
     found = [record for record in caplog.records if vars(record).get("action") == "hook_failed"]
     assert vars(found[0])["hook"] == "on_item_failed"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", ["sync", "async", "async on a loop of its own"])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("x")]
+)
+async def test_whatever_a_hook_raises_the_next_one_is_called(
+    error: BaseException, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+
+    def hook(position: int, **about: Any) -> None:
+        told.append(position)
+        if position == 0:
+            raise error
+
+    async def hook_async(**about: Any) -> None:
+        hook(**about)
+
+    configured = settings.Settings(on_item_failed=hook if kind == "sync" else hook_async)
+    called = hooks.Hooks(configured, asyncio.get_running_loop() if kind == "async" else None)
+    for position in range(3):
+        called.item_failed(1, position, None, {})
+    await asyncio.to_thread(called.close)
+    assert told == [0, 1, 2]
+    failed = [record for record in caplog.records if vars(record).get("action") == "hook_failed"]
+    assert [record.exc_info and record.exc_info[0] for record in failed] == [type(error)]
 
 
 def test_too_many_are_left_out(
@@ -217,3 +248,75 @@ def test_redaction_never_shows_what_it_failed_on(caplog: pytest.LogCaptureFixtur
     assert hooks.redacted(settings.Settings(redact=redact), {"secret": 1}) == {"secret": None}
     assert hooks.redacted(settings.Settings(redact=redact), [1]) == hooks.HIDDEN
     assert [vars(record)["hook"] for record in caplog.records] == ["redact"]
+
+
+class _Document(pydantic.BaseModel):
+    name: str = "a"
+    iban: str = "geheim"
+
+
+@dataclasses.dataclass
+class _Record:
+    iban: str = "geheim"
+
+
+def _masked(value: Any) -> Any:
+    """Mask in place, as one that knows JSON does it."""
+    if isinstance(value, dict):
+        for name, member in value.items():
+            value[name] = "***" if name == "iban" else _masked(member)
+    if isinstance(value, list):
+        value[:] = [_masked(member) for member in value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        _Document(),
+        _Record(),
+        ({"iban": "geheim"},),
+        {"iban": "geheim"},
+        [[{"deep": _Document()}]],
+    ],
+    ids=["model", "dataclass", "tuple", "dict", "nested"],
+)
+def test_redaction_sees_plain_json_and_changes_a_copy(given: Any) -> None:
+    before = repr(given)
+    shown = hooks.redacted(settings.Settings(redact=_masked), {"doc": given})
+    assert "geheim" not in json.dumps(shown) and "***" in json.dumps(shown)
+    assert repr(given) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "\ud800", {1: {2}}, object()])
+def test_whatever_redaction_returns_can_be_shown(value: Any) -> None:
+    shown = hooks.redacted(settings.Settings(redact=lambda _: value), {"secret": 1})
+    json.dumps(shown, allow_nan=False).encode()
+    assert "secret" not in json.dumps(shown)
+
+
+def test_redaction_that_ends_the_program_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def redact(value: Any) -> Any:
+        raise SystemExit(3)
+
+    assert hooks.redacted(settings.Settings(redact=redact), [1]) == hooks.HIDDEN
+    assert "Redaction failed" in caplog.text
+
+
+async def test_log_lines_of_a_child_are_redacted(app: procrastinate.App) -> None:
+    """Also of one that logs its own item, which stays as it is."""
+    FanOut(app, redact=_masked)
+
+    @fanout_child(app, pass_context=True)
+    async def child(context: ItemContext, item: dict[str, str]) -> dict[str, str]:
+        context.log("begins", payload=item, doc=_Document())
+        return item
+
+    async with serving(app):
+        run = await child.map_async([{"iban": "geheim"}])
+        lines = [event.as_dict() async for event in run.events(kinds={"log"})]
+        assert [line["data"]["data"] for line in lines] == [
+            {"payload": {"iban": "***"}, "doc": {"name": "a", "iban": "***"}}
+        ]
+        (item,) = [one async for one in run.items()]
+        assert item.result == {"iban": "geheim"}
