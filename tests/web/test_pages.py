@@ -120,7 +120,7 @@ def test_run_is_watched_to_its_end(stage: Stage, reader: Reader) -> None:
     assert len(seen) > 3, seen
     assert reader.same_visit()
     assert reader.count(".chart rect") > 3
-    reader.driver.find_element(By.LINK_TEXT, "Next page").click()
+    reader.click("a[rel=next]")
     reader.see("#items tbody tr:first-child", "page 050")
 
 

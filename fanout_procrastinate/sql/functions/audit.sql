@@ -7,28 +7,6 @@
 --
 -- Each row: the kind, what it is about, a sentence, and whether the sweep repairs it.
 
--- Whether the next sweep counts this run's items anew. It compares what the ledgers say is at work
--- with what the slots hold: mistakes of the counters that leave this sum alone escape it.
-CREATE OR REPLACE FUNCTION fanout_audit_recounted_v1(p_run bigint) RETURNS boolean
-LANGUAGE sql STABLE AS $$
-    SELECT r.status = 'processing' AND r.ledgers = l.ledgers
-        AND (l.working <> s.held OR l.odd OR l.open <> r.open_ledgers OR l.size <> r.total)
-    FROM fanout_runs r
-    CROSS JOIN LATERAL (
-        SELECT count(*) AS ledgers, count(*) FILTER (WHERE open) AS open,
-            sum(cursor - waiting - succeeded - failed - cancelled) AS working,
-            sum(size) AS size,
-            bool_or(cursor > size OR least(waiting, succeeded, failed, cancelled) < 0
-                OR open <> (succeeded + failed + cancelled < size)
-                OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
-                    WHERE i.run_id = g.run_id AND i.ledger = g.ledger
-                    AND i.due IS NOT NULL)) AS odd
-        FROM fanout_ledgers g WHERE run_id = r.id) l
-    CROSS JOIN LATERAL (
-        SELECT count(held) + count(ready) AS held FROM fanout_slots WHERE run_id = r.id AND active) s
-    WHERE r.id = p_run
-$$;
-
 -- How many items ledger p_ledger of p_ledgers owns.
 CREATE OR REPLACE FUNCTION fanout_audit_share_v1(
     p_total bigint, p_ledger integer, p_ledgers integer
@@ -41,7 +19,8 @@ CREATE OR REPLACE FUNCTION fanout_audit_ledgers_v1(r fanout_runs)
 RETURNS TABLE (kind text, subject text, detail text, repairable boolean)
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
-    v_sweep boolean := coalesce(fanout_audit_recounted_v1(r.id), false);
+    -- Whether the next sweep counts this run's items anew.
+    v_sweep boolean := coalesce(fanout_miscounted_v1(r.id), false);
     v_total bigint;
     s record;
 BEGIN
@@ -345,7 +324,7 @@ DECLARE
     v_numbers jsonb := '{}';
     v_kinds text[] := '{}';
     v_positions bigint[] := '{}';
-    v_sweep boolean := coalesce(fanout_audit_recounted_v1(p_run), false);
+    v_sweep boolean := coalesce(fanout_miscounted_v1(p_run), false);
     r fanout_runs;
     c record;
 BEGIN

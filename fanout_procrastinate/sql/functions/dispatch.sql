@@ -71,7 +71,8 @@ LANGUAGE sql STABLE AS $$
     CROSS JOIN LATERAL (
         SELECT coalesce(sum(size - cursor), 0) AS unclaimed, coalesce(sum(cursor), 0) AS claimed,
             coalesce(sum(waiting), 0) AS waiting, coalesce(sum(fresh), 0) AS fresh,
-            coalesce(sum(succeeded), 0) AS succeeded, coalesce(sum(failed), 0) AS failed, coalesce(sum(cancelled), 0) AS cancelled,
+            coalesce(sum(succeeded), 0) AS succeeded, coalesce(sum(failed), 0) AS failed,
+            coalesce(sum(cancelled), 0) AS cancelled,
             coalesce(sum(fanout_decay_v1(rate, clock_timestamp() - updated_at)), 0) AS rate,
             max(updated_at) AS updated_at
         FROM fanout_ledgers WHERE run_id = r.id
@@ -445,8 +446,7 @@ $$;
 --   p_outcomes: succeeded, failed, released (a transient error: due again after p_retry_ins
 --               seconds), returned (released at no charge); null where nothing was in hand
 -- p_begin: called by begin, which holds the run already. Valid while the slot has this epoch and
--- holds this position under this claim. Answers one
--- fanout_reply_v1 per slot.
+-- holds this position under this claim. Answers one fanout_reply_v1 per slot.
 CREATE OR REPLACE FUNCTION fanout_report_v1(
     p_run bigint, p_ledger integer, p_begin boolean, p_suspect boolean,
     p_slots integer[], p_epochs bigint[], p_wishes text[],

@@ -14,7 +14,7 @@ RETURNS TABLE (key text, used bigint) LANGUAGE sql STABLE AS $$
         UNION ALL
         SELECT p.key FROM fanout_permits p
         WHERE p.limit_name = p_limit AND p.granted_at IS NOT NULL AND p.key IS NOT NULL
-            AND p.seen_at > clock_timestamp() - make_interval(secs => p.lease)
+            AND fanout_permit_lives_v1(p)
     ) k
     GROUP BY k.key
 $$;
@@ -73,7 +73,7 @@ BEGIN
             - coalesce((v_taken->>v_key)::integer, 0)
             - (SELECT count(*) FROM fanout_permits p WHERE p.limit_name = p_key_limit
                 AND p.key = v_key AND p.granted_at IS NULL
-                AND p.seen_at > clock_timestamp() - make_interval(secs => p.lease))::integer;
+                AND fanout_permit_lives_v1(p))::integer;
         CONTINUE WHEN v_free <= 0;
         SELECT t.position, t.crashes INTO i FROM fanout_items t
         WHERE t.run_id = p_run AND t.lane = v_lane AND t.due <= v_now

@@ -42,10 +42,16 @@ LANGUAGE sql STABLE AS $$
         JOIN fanout_slots s ON s.run_id = r.id AND (s.active OR s.scheduled_at IS NULL)
         WHERE r.status = 'processing' AND r.limits IS NOT NULL AND r.limits @> ARRAY[p_limit]
     ) + (
-        SELECT count(*) FROM fanout_permits
-        WHERE limit_name = p_limit AND granted_at IS NOT NULL
-            AND seen_at > clock_timestamp() - make_interval(secs => lease)
+        SELECT count(*) FROM fanout_permits p
+        WHERE p.limit_name = p_limit AND p.granted_at IS NOT NULL AND fanout_permit_lives_v1(p)
     )
+$$;
+
+-- How many places a run has in its limits: its slots at work or queued for now.
+CREATE OR REPLACE FUNCTION fanout_places_v1(p_run bigint) RETURNS bigint
+LANGUAGE sql STABLE AS $$
+    SELECT count(*) FROM fanout_slots
+    WHERE run_id = p_run AND (active OR scheduled_at IS NULL)
 $$;
 
 -- The time between two starts. On the way from here to the call that is limited some are faster
@@ -168,14 +174,12 @@ DECLARE
 BEGIN
     SELECT limits, key_limit, weight, wants, served_at INTO r FROM fanout_runs WHERE id = p_run;
     PERFORM fanout_lock_limits_v1(r.limits, r.key_limit);
-    SELECT count(*) INTO v_mine FROM fanout_slots
-    WHERE run_id = p_run AND (active OR scheduled_at IS NULL);
+    v_mine := fanout_places_v1(p_run);
     FOR l IN SELECT * FROM fanout_limits WHERE name = ANY (r.limits) ORDER BY name LOOP
         IF l.concurrency IS NOT NULL AND v_granted > 0 THEN
             v_free := l.concurrency - fanout_limit_used_v1(l.name)
-                - (SELECT count(*) FROM fanout_permits WHERE limit_name = l.name
-                    AND granted_at IS NULL
-                    AND seen_at > clock_timestamp() - make_interval(secs => lease));
+                - (SELECT count(*) FROM fanout_permits p WHERE p.limit_name = l.name
+                    AND p.granted_at IS NULL AND fanout_permit_lives_v1(p));
             v_granted := fanout_share_v1(
                 p_run, l.name, v_granted, v_free, v_mine, r.weight, r.served_at);
         END IF;
@@ -246,9 +250,7 @@ CREATE OR REPLACE FUNCTION fanout_hungry_v1(p_limit text, p_besides bigint)
 RETURNS TABLE (
     run_id bigint, used bigint, wants integer, weight double precision, served_at timestamptz
 ) LANGUAGE sql STABLE AS $$
-    SELECT r.id, (SELECT count(*) FROM fanout_slots s
-        WHERE s.run_id = r.id AND (s.active OR s.scheduled_at IS NULL)),
-        r.wants, r.weight, r.served_at
+    SELECT r.id, fanout_places_v1(r.id), r.wants, r.weight, r.served_at
     FROM fanout_runs r
     WHERE r.status = 'processing' AND r.limits IS NOT NULL AND r.limits @> ARRAY[p_limit]
         AND r.wants > 0 AND r.id IS DISTINCT FROM p_besides AND NOT r.paused
@@ -262,9 +264,7 @@ CREATE OR REPLACE FUNCTION fanout_makes_room_v1(p_run bigint) RETURNS boolean
 LANGUAGE sql STABLE AS $$
     SELECT coalesce(bool_or((h.used + 1) / h.weight <= m.used / m.weight), false)
     FROM (
-        SELECT r.limits, r.weight, (SELECT count(*) FROM fanout_slots s
-            WHERE s.run_id = r.id AND (s.active OR s.scheduled_at IS NULL)) AS used
-        FROM fanout_runs r WHERE r.id = p_run
+        SELECT limits, weight, fanout_places_v1(id) AS used FROM fanout_runs WHERE id = p_run
     ) m
     CROSS JOIN LATERAL unnest(m.limits) l (name)
     CROSS JOIN LATERAL fanout_hungry_v1(l.name, p_run) h
@@ -286,8 +286,8 @@ DECLARE
     v_best integer;
     v_left bigint;
 BEGIN
-    SELECT concurrency - (SELECT count(*) FROM fanout_permits
-        WHERE limit_name = p_limit AND seen_at > clock_timestamp() - make_interval(secs => lease))
+    SELECT concurrency - (SELECT count(*) FROM fanout_permits p
+        WHERE p.limit_name = p_limit AND fanout_permit_lives_v1(p))
     INTO v_left FROM fanout_limits WHERE name = p_limit;
     IF v_left IS NULL THEN
         RETURN;
@@ -300,8 +300,7 @@ BEGIN
             CASE WHEN r.paused OR r.closing IS NOT NULL
                 OR fanout_limit_full_v1(array_remove(r.limits, p_limit)) IS NOT NULL
                 THEN 0 ELSE r.wants END AS wants,
-            (SELECT count(*) FROM fanout_slots s
-            WHERE s.run_id = r.id AND (s.active OR s.scheduled_at IS NULL)) AS used
+            fanout_places_v1(r.id) AS used
         FROM fanout_runs r
         WHERE r.status = 'processing' AND r.limits IS NOT NULL AND r.limits @> ARRAY[p_limit]
         ORDER BY r.id

@@ -93,6 +93,32 @@ SET enable_seqscan = off AS $$
         AND c.seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
 $$;
 
+-- Whether a run's book-keeping contradicts itself. What the ledgers say is at work is exactly what
+-- the slots hold; a complete ledger is not open; sizes add up to the total; where items wait, one
+-- has a due time, or nobody would ever find them. Mistakes that leave these sums alone escape it.
+-- STABLE: all it reads is of its caller's one snapshot.
+CREATE OR REPLACE FUNCTION fanout_miscounted_v1(p_run bigint) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT r.status = 'processing' AND (l.working <> s.held OR l.odd OR l.size <> r.total
+        OR l.open <> r.open_ledgers OR l.ledgers <> r.ledgers)
+    FROM fanout_runs r
+    CROSS JOIN LATERAL (
+        SELECT count(*) AS ledgers, count(*) FILTER (WHERE open) AS open,
+            coalesce(sum(size), 0) AS size,
+            coalesce(sum(cursor - waiting - succeeded - failed - cancelled), 0) AS working,
+            coalesce(bool_or(open <> (succeeded + failed + cancelled < size)
+                OR cursor > size OR least(waiting, succeeded, failed, cancelled) < 0
+                OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
+                    WHERE i.run_id = g.run_id AND i.ledger = g.ledger
+                    AND i.due IS NOT NULL)), false) AS odd
+        FROM fanout_ledgers g WHERE run_id = r.id
+    ) l
+    CROSS JOIN LATERAL (
+        SELECT count(held) + count(ready) AS held FROM fanout_slots WHERE run_id = r.id AND active
+    ) s
+    WHERE r.id = p_run
+$$;
+
 -- The open runs on which a sweep has something to do, and what. Reads only.
 CREATE OR REPLACE FUNCTION fanout_sweep_plan_v1(p_lease double precision, p_limit integer)
 RETURNS TABLE (run_id bigint, finding text) LANGUAGE plpgsql
@@ -112,26 +138,9 @@ BEGIN
         LEFT JOIN fanout_runs r ON r.id = s.run_id AND r.status = 'processing'
         WHERE r.id IS NULL
         UNION ALL
-        -- What the ledgers say is at work is exactly what the slots hold; a complete ledger is not
-        -- open; an open run has an open ledger; sizes add up to the total; where items wait, one has
-        -- a due time, or nobody would ever find them. Both sides come from one snapshot.
+        -- An open run has an open ledger besides.
         SELECT r.id, 'counters' FROM fanout_runs r
-        CROSS JOIN LATERAL (
-            SELECT coalesce(sum(cursor - waiting - succeeded - failed - cancelled), 0) AS working,
-                coalesce(bool_or(open <> (succeeded + failed + cancelled < size)
-                    OR cursor > size OR least(waiting, succeeded, failed, cancelled) < 0
-                    OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
-                        WHERE i.run_id = g.run_id AND i.ledger = g.ledger
-                        AND i.due IS NOT NULL)), false) AS odd,
-                coalesce(sum(size), 0) AS size,
-                count(*) FILTER (WHERE open) AS open, count(*) AS ledgers
-            FROM fanout_ledgers g WHERE run_id = r.id) l
-        CROSS JOIN LATERAL (
-            SELECT count(held) + count(ready) AS held FROM fanout_slots
-            WHERE run_id = r.id AND active) s
-        WHERE r.status = 'processing' AND (l.working <> s.held OR l.odd
-            OR l.open <> r.open_ledgers OR l.open = 0 OR l.ledgers <> r.ledgers
-            OR l.size <> r.total)
+        WHERE r.status = 'processing' AND (r.open_ledgers = 0 OR fanout_miscounted_v1(r.id))
         UNION ALL
         SELECT r.id, 'over limit' FROM fanout_runs r
         WHERE r.status = 'processing' AND r.max_in_flight + r.surplus < (
@@ -392,24 +401,8 @@ BEGIN
             'stray_jobs', coalesce((v_done->>'stray_jobs')::bigint, 0) + 1);
     END LOOP;
 
-    SELECT * INTO r FROM fanout_runs WHERE id = p_run;
-    IF r.status = 'processing' THEN
-        SELECT sum(cursor - waiting - succeeded - failed - cancelled) INTO v_count
-        FROM fanout_ledgers WHERE run_id = p_run;
-        IF v_count <> (SELECT count(held) + count(ready) FROM fanout_slots
-                    WHERE run_id = p_run AND active)
-                OR r.total <> (SELECT sum(size) FROM fanout_ledgers WHERE run_id = p_run)
-                OR EXISTS (SELECT FROM fanout_ledgers g WHERE run_id = p_run AND (cursor > size
-                    OR waiting > 0 AND NOT EXISTS (SELECT FROM fanout_items i
-                        WHERE i.run_id = p_run AND i.ledger = g.ledger AND i.due IS NOT NULL)
-                    OR least(waiting, succeeded, failed, cancelled) < 0
-                    OR open <> (succeeded + failed + cancelled < size)))
-                OR r.open_ledgers <> (
-                    SELECT count(*) FROM fanout_ledgers WHERE run_id = p_run AND open) THEN
-            IF fanout_recount_v1(p_run) THEN
-                v_done := v_done || '{"recounted": 1}';
-            END IF;
-        END IF;
+    IF fanout_miscounted_v1(p_run) AND fanout_recount_v1(p_run) THEN
+        v_done := v_done || '{"recounted": 1}';
     END IF;
 
     -- What stops a run: its deadline, its tolerance, an unfinished stop.
