@@ -29,6 +29,7 @@ ALTER TABLE fanout_runs ALTER created_at SET DEFAULT clock_timestamp();
 ALTER TABLE fanout_ledgers ALTER updated_at SET DEFAULT clock_timestamp();
 ALTER TABLE fanout_slots ALTER seen_at SET DEFAULT clock_timestamp();
 ALTER TABLE fanout_callbacks ALTER seen_at SET DEFAULT clock_timestamp();
+ALTER TABLE fanout_permits ALTER seen_at SET DEFAULT clock_timestamp();
 ALTER TABLE procrastinate_events ALTER at SET DEFAULT now();
 ALTER TABLE procrastinate_workers ALTER last_heartbeat SET DEFAULT now();
 """

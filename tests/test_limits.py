@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from fanout_procrastinate import ConfigurationError, InvalidValue, Limit, fanout_child, limits
+from fanout_procrastinate import (
+    ConfigurationError,
+    InvalidValue,
+    Limit,
+    fanout_child,
+    limits,
+    queries,
+    store,
+)
 from tests import invariants, protocol
 from tests.conftest import Connection
 from tests.protocol import Clocked, Entry, Protocol, Reply, Row, spec
@@ -399,6 +408,187 @@ def test_a_recount_counts_lanes_too(p: Clocked) -> None:
     invariants.check(p.conn)
     assert p.progress(run)["waiting"] == 0
     assert not p.rows("SELECT * FROM fanout_audit_items_v1(%s, 5)", run)
+
+
+# -- limits beside each other, and lines
+
+
+def waits_in_line(p: Clocked, *specs: Row, key: str | None = None) -> None:
+    """Let a program wait for these limits at once."""
+    reply = p.row(
+        "SELECT * FROM fanout_take_permit_v1(%s::jsonb, %s, %s::uuid, 'me', NULL, NULL, 600)",
+        json.dumps(specs),
+        key,
+        str(uuid.uuid4()),
+    )
+    assert reply is not None and not reply["granted"]
+
+
+def quick(rate: float = 1.0, per: float = 60.0) -> Row:
+    return few(None, name="a_rate", rate=rate, per=per)
+
+
+@pytest.mark.parametrize("besides", ["a rate that is used up", "a key"])
+def test_a_lowered_limit_is_enforced_beside_others(p: Clocked, besides: str) -> None:
+    """R11: what a run, or another one, waits for in one limit keeps it no places of the next."""
+    if besides == "a key":
+        extra = few(9, name="tenant", keyed=True)
+        run = stage(p, 40, few(4), extra, keys=list("abcdefghij"), max_in_flight=20)
+    else:
+        extra = quick(rate=10.0, per=1.0)
+        other = stage(p, 40, extra, max_in_flight=20, child_queue="elsewhere")
+        run = stage(p, 40, extra, few(4), max_in_flight=20)
+        assert p.run(other)["wants"] > 0
+    begun = begin_all(p)
+    assert places(p, run) == [4 if besides == "a key" else len(begun)] and len(begun) >= 2
+    p.value("""SELECT fanout_limit_update_v1('few', '{"concurrency": 1}', NULL)""")
+    pass_on(p, run)
+    assert p.run(run)["surplus"] == len(begun) - 1
+    report_all(p, run)
+    assert places(p, run) == [1]
+    invariants.check(p.conn)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_queued_slots_make_room_for_who_waits(p: Clocked, keyed: bool) -> None:
+    """Places are never kept by jobs that wait for a worker whose places wait for these."""
+    extra = [few(9, name="tenant", keyed=True)] if keyed else []
+    run = stage(p, 40, few(2), *extra, keys=["a", "b", "c"] if keyed else None)
+    assert places(p, run) == [2]
+    waits_in_line(p, few(2))
+    waits_in_line(p, few(2))
+    pass_on(p, run)
+    assert places(p, run) == [0]
+    invariants.check(p.conn)
+
+
+def test_a_run_behind_a_line_says_so_and_is_not_stuck(p: Clocked) -> None:
+    """Invariant 3: those in line for a limit with room go before a run, and the run says why."""
+    waits_in_line(p, few(2), few(0, name="shut"))
+    run = stage(p, 5, few(2), stuck_after=60.0)
+    assert places(p, run) == [1], "one of two places is kept for who stands in the line"
+    waits_in_line(p, few(2), few(0, name="shut"))
+    (begun,) = begin_all(p)
+    reply = done(p, *begun)
+    while reply.verdict == "item":
+        reply = done(p, run, reply)
+    assert p.progress(run)["status"] == "completed"
+    run = stage(p, 5, few(2), stuck_after=60.0)
+    assert places(p, run) == [0]
+    reason = p.value("SELECT fanout_waiting_for_v1(%s)", run)
+    assert reason == "limit few has room for those in its line alone"
+    for _ in range(8):
+        p.advance(20)
+        p.sweep()
+    assert p.progress(run)["status"] == "processing"
+    invariants.check(p.conn)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_line_that_waits_elsewhere_keeps_no_run_waiting(p: Clocked, keyed: bool) -> None:
+    """Who waits for several keeps others waiting only up to the first by name that lacks room."""
+    one = few(1, keyed=keyed)
+    waits_in_line(p, few(0, name="a door"), one, key="k")
+    run = stage(p, 5, one, keys=["k"] if keyed else None)
+    assert places(p, run) == [1]
+    invariants.check(p.conn)
+
+
+def report_all(p: Clocked, run: int, wish: str = "next") -> int:
+    """Report every item in hand as done, ask for starts; return how many items were handed out."""
+    handed = 0
+    for slot in p.slots(run):
+        if not slot["active"]:
+            continue
+        ends: Row = {}
+        if slot["held"] is not None:
+            ends = {"position": slot["held"], "claim": slot["held_claim"], "outcome": "succeeded"}
+        entry = Entry(slot=slot["slot"], epoch=slot["epoch"], wish=wish, **ends)
+        (reply,) = p.report(run, 0, entry)
+        handed += reply.verdict == "item"
+        if reply.freed:
+            pass_on(p, run)
+    return handed
+
+
+def test_a_rate_is_shared(p: Clocked) -> None:
+    """A run that comes later is dealt places when the first one reports, without a sweep."""
+    first = stage(p, 500, quick(rate=10.0, per=1.0), max_in_flight=10)
+    for _ in range(20):
+        p.advance(0.05)
+        begin_all(p)
+        report_all(p, first)
+    second = stage(p, 500, quick(rate=10.0, per=1.0), max_in_flight=10)
+    started: Counter[int] = Counter()
+    for step in range(200):
+        p.advance(0.05)
+        begin_all(p)
+        for run in (first, second):
+            started[run] += report_all(p, run, "slice" if step % 20 == 0 else "next")
+    assert sum(started.values()) > 85, "ten seconds of ten each"
+    assert min(started.values()) > 0.7 * max(started.values()), started
+    invariants.check(p.conn)
+
+
+def test_a_sweep_leaves_a_healthy_rate_alone(p: Clocked) -> None:
+    """Invariant 6: a run that reports deals its own slots; one that does not is dealt some."""
+    run = stage(p, 500, quick(rate=10.0, per=1.0), max_in_flight=10)
+    begin_all(p)
+    for _ in range(40):
+        p.advance(0.11)
+        report_all(p, run)
+        assert p.sweep() == {}
+        assert lines(p) == []
+        begin_all(p)
+    p.advance(5)
+    assert lines(p) == [run] and p.sweep()[run]["dealt"] >= 1
+    invariants.check(p.conn)
+
+
+def lines(p: Clocked) -> list[int]:
+    """Return the runs for which a sweep would pass places on."""
+    return store.lines().parse(p.rows(queries.QUERIES["lines"]))
+
+
+def test_a_limit_lowered_by_its_declaration(p: Clocked) -> None:
+    """R11: the sweep finds the run that has more places than there are now."""
+    run = stage(p, 40, few(10), max_in_flight=10)
+    begin_all(p)
+    assert p.run(run)["wants"] == 0
+    assert lines(p) == []
+    stage(p, 0, few(2))
+    assert lines(p) == [run]
+    pass_on(p, run)
+    assert p.run(run)["surplus"] == 8
+    assert pass_on(p, run) == 0
+    invariants.check(p.conn)
+
+
+def test_a_changed_declaration_takes_its_limits_in_order(
+    connect: Callable[..., Connection],
+) -> None:
+    """Rows of limits are locked ascending by name, also where only a later one is changed."""
+    p, other = Protocol(connect()), connect()
+    first, later = few(9, name="a"), few(9, name="b")
+    stage(p, 1, first, later)
+    run: int = p.start(spec(**limited(first, later | {"concurrency": 8})))["run_id"]
+    p.append(run, 1, [None])
+    with ThreadPoolExecutor(1) as pool:
+        with other.transaction():
+            other.execute("SELECT fanout_lock_limits_v1(ARRAY['a'], NULL)")
+            sealing = pool.submit(p.seal, run, 1)
+            wait_until(lambda: _waits_for_a_lock(other))
+            # Were b locked meanwhile, this would be a deadlock.
+            other.execute("SELECT fanout_lock_limits_v1(ARRAY['a', 'b'], NULL)")
+        assert sealing.result(20) == "processing"
+
+
+def _waits_for_a_lock(conn: Connection) -> bool:
+    row = conn.execute(
+        "SELECT count(*) AS n FROM pg_stat_activity"
+        " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    ).fetchone()
+    return row is not None and row["n"] > 0
 
 
 # -- random schedules

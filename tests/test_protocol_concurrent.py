@@ -565,6 +565,29 @@ def test_control_at_repeatable_read_fails_rather_than_miss_a_slot(
 
 
 @pytest.mark.slow
+def test_a_sweep_does_not_wait_for_a_run_that_somebody_keeps_locked(
+    connect: Callable[..., Connection],
+) -> None:
+    """Invariant 5: renewals come from the same thread, and must not be late for one run's lock."""
+    p = Protocol(connect())
+    run, closed = p.stage(5, max_in_flight=2), p.stage(5)
+    p.delete_job(p.jobs("child")[0]["id"])
+    p.stop(closed, "cancelled")
+    begun = time.monotonic()
+    with connect().transaction() as holding:
+        for one in (run, closed):
+            holding.connection.execute(
+                "SELECT FROM fanout_runs WHERE id = %s FOR NO KEY UPDATE", (one,)
+            )
+        assert p.sweep_run(run, 2.0) == {}
+        assert p.tidy(closed) == 0
+        assert p.value("SELECT fanout_prune_v1(0, 100)") == 0
+    assert time.monotonic() - begun < 2.0
+    assert p.sweep_run(run, 2.0)["lost_jobs"] == 1
+    assert p.tidy(closed) == 5
+    assert p.value("SELECT fanout_prune_v1(0, 100)") == 6
+
+
 def test_twenty_that_finish_at_the_same_instant(connect: Callable[..., Connection]) -> None:
     """Invariant 4; A04: exactly one closes, round after round."""
     connections = [Protocol(connect()) for _ in range(20)]

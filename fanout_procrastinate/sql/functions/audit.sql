@@ -129,8 +129,7 @@ BEGIN
         round(extract(epoch FROM v_now - v_moved))), true
     FROM fanout_slot_plan_v1(r.id)
     WHERE v_moved < v_now - make_interval(secs => p_lease)
-        -- Who stands in the line of a limit misses none.
-        AND fanout_limit_full_v1(r.limits) IS NULL
+        AND fanout_lacks_slots_v1(r.id)
     HAVING count(*) > 0;
 END;
 $$;

@@ -903,7 +903,9 @@ BEGIN
 
     -- Whether somebody else may have use for what ended here.
     v_freed := r.limits IS NOT NULL
-            AND (coalesce(v_closed, false) OR cardinality(v_ended) > 0)
+            AND (coalesce(v_closed, false) OR cardinality(v_ended) > 0
+                -- The next start is another run's.
+                OR v_rated AND cardinality(v_positions) > 0 AND fanout_makes_room_v1(p_run))
         OR r.key_limit IS NOT NULL AND cardinality(v_counted) > 0 AND EXISTS (
             SELECT FROM fanout_runs o WHERE o.key_limit = r.key_limit
                 AND o.status = 'processing' AND o.id <> p_run);

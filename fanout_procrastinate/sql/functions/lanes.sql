@@ -71,9 +71,7 @@ BEGIN
         -- Who waits for a permit of this key goes before the items.
         v_free := v_concurrency - coalesce((v_used->>v_key)::integer, 0)
             - coalesce((v_taken->>v_key)::integer, 0)
-            - (SELECT count(*) FROM fanout_permits p WHERE p.limit_name = p_key_limit
-                AND p.key = v_key AND p.granted_at IS NULL
-                AND fanout_permit_lives_v1(p))::integer;
+            - fanout_line_v1(p_key_limit, v_key, v_concurrency)::integer;
         CONTINUE WHEN v_free <= 0;
         SELECT t.position, t.crashes INTO i FROM fanout_items t
         WHERE t.run_id = p_run AND t.lane = v_lane AND t.due <= v_now

@@ -10,6 +10,14 @@
 CREATE OR REPLACE FUNCTION fanout_declare_limits_v1(p_specs jsonb) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN
+    IF NOT EXISTS (SELECT FROM jsonb_array_elements(p_specs) e (spec)
+            LEFT JOIN fanout_limits o ON o.name = e.spec->>'name'
+            WHERE o.declared IS DISTINCT FROM e.spec) THEN
+        RETURN;
+    END IF;
+    -- Whoever changes one of them takes all, for the caller may need the others later.
+    PERFORM fanout_lock_limits_v1(
+        ARRAY(SELECT e.spec->>'name' FROM jsonb_array_elements(p_specs) e (spec)), NULL);
     INSERT INTO fanout_limits AS l (name, concurrency, rate, per, burst, keyed, declared)
     SELECT s.name, s.concurrency, s.rate, coalesce(s.per, 1), coalesce(s.burst, 1),
         coalesce(s.keyed, false), e.spec
@@ -45,6 +53,22 @@ LANGUAGE sql STABLE AS $$
         SELECT count(*) FROM fanout_permits p
         WHERE p.limit_name = p_limit AND p.granted_at IS NOT NULL AND fanout_permit_lives_v1(p)
     )
+$$;
+
+-- How many stand in the line of a limit, or of one of its keys, and go before runs; p_most at most.
+-- One that waits for several keeps others waiting only up to the first by name that lacks room.
+CREATE OR REPLACE FUNCTION fanout_line_v1(p_limit text, p_key text, p_most bigint) RETURNS bigint
+LANGUAGE sql STABLE AS $$
+    SELECT count(*) FROM (
+        SELECT FROM fanout_permits p
+        WHERE p.limit_name = p_limit AND (p_key IS NULL OR p.key = p_key)
+            AND p.granted_at IS NULL AND fanout_permit_lives_v1(p)
+            AND NOT EXISTS (SELECT FROM fanout_permits o
+                WHERE o.holder = p.holder
+                AND o.limit_name COLLATE "C" < p.limit_name COLLATE "C"
+                AND NOT fanout_permit_fits_v1(o.limit_name, o.key))
+        LIMIT p_most
+    ) first
 $$;
 
 -- How many places a run has in its limits: its slots at work or queued for now.
@@ -159,12 +183,10 @@ BEGIN
 END;
 $$;
 
--- How many of p_wanted places a run gets of its limits, now that one more look is taken. Fair by
--- level = places / weight: whoever would stand lowest gets the next one, and among equals whoever
--- was served longest ago. The caller holds the run; the limits stay locked to its end, so that two
--- runs never get the same place. Remembers what the run would have taken.
-CREATE OR REPLACE FUNCTION fanout_grant_v1(p_run bigint, p_wanted integer) RETURNS integer
-LANGUAGE plpgsql AS $$
+-- How many of p_wanted places a run would get of its limits. Fair by level = places / weight: whoever
+-- would stand lowest gets the next one, and among equals whoever was served longest ago.
+CREATE OR REPLACE FUNCTION fanout_granted_v1(p_run bigint, p_wanted integer) RETURNS integer
+LANGUAGE plpgsql STABLE AS $$
 DECLARE
     v_granted integer := p_wanted;
     v_free bigint;
@@ -172,26 +194,41 @@ DECLARE
     l fanout_limits;
     r record;
 BEGIN
-    SELECT limits, key_limit, weight, wants, served_at INTO r FROM fanout_runs WHERE id = p_run;
-    PERFORM fanout_lock_limits_v1(r.limits, r.key_limit);
+    SELECT limits, weight, served_at INTO r FROM fanout_runs WHERE id = p_run;
     v_mine := fanout_places_v1(p_run);
     FOR l IN SELECT * FROM fanout_limits WHERE name = ANY (r.limits) ORDER BY name LOOP
         IF l.concurrency IS NOT NULL AND v_granted > 0 THEN
             v_free := l.concurrency - fanout_limit_used_v1(l.name)
-                - (SELECT count(*) FROM fanout_permits p WHERE p.limit_name = l.name
-                    AND p.granted_at IS NULL AND fanout_permit_lives_v1(p));
+                - fanout_line_v1(l.name, NULL, l.concurrency);
             v_granted := fanout_share_v1(
                 p_run, l.name, v_granted, v_free, v_mine, r.weight, r.served_at);
         END IF;
         IF l.rate IS NOT NULL AND v_granted > 0 THEN
-            -- As many as will find a start kept for them.
-            v_granted := least(v_granted, greatest(0, ceil(extract(epoch FROM
-                clock_timestamp() + fanout_horizon_v1(l) - fanout_next_start_v1(l)
+            -- As many as will find a start kept for them. Others' queued slots do not count: perhaps
+            -- nobody serves their queue.
+            v_free := greatest(0, ceil(extract(epoch FROM
+                    clock_timestamp() + fanout_horizon_v1(l) - fanout_next_start_v1(l)
                 ) / extract(epoch FROM fanout_interval_v1(l)))) - (SELECT count(*) FROM fanout_slots
-                    WHERE run_id = p_run AND NOT active AND scheduled_at IS NULL))::integer;
+                    WHERE run_id = p_run AND NOT active AND scheduled_at IS NULL);
+            v_granted := fanout_share_v1(
+                p_run, l.name, v_granted, v_free, v_mine, r.weight, r.served_at);
         END IF;
     END LOOP;
-    v_granted := greatest(v_granted, 0);
+    RETURN greatest(v_granted, 0);
+END;
+$$;
+
+-- Grants that many. The caller holds the run; the limits stay locked to its end, so that two runs
+-- never get the same place. Remembers what the run would have taken.
+CREATE OR REPLACE FUNCTION fanout_grant_v1(p_run bigint, p_wanted integer) RETURNS integer
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_granted integer;
+    r record;
+BEGIN
+    SELECT limits, key_limit, wants INTO r FROM fanout_runs WHERE id = p_run;
+    PERFORM fanout_lock_limits_v1(r.limits, r.key_limit);
+    v_granted := fanout_granted_v1(p_run, p_wanted);
     IF r.wants <> p_wanted - v_granted OR v_granted > 0 THEN
         UPDATE fanout_runs
         SET wants = p_wanted - v_granted,
@@ -255,7 +292,7 @@ RETURNS TABLE (
     WHERE r.status = 'processing' AND r.limits IS NOT NULL AND r.limits @> ARRAY[p_limit]
         AND r.wants > 0 AND r.id IS DISTINCT FROM p_besides AND NOT r.paused
         AND r.closing IS NULL
-        AND fanout_limit_full_v1(array_remove(r.limits, p_limit)) IS NULL
+        AND fanout_run_full_v1(array_remove(r.limits, p_limit)) IS NULL
 $$;
 
 -- Whether a slot of this run, at the end of its slice, is to make room for another run that stands
@@ -286,8 +323,9 @@ DECLARE
     v_best integer;
     v_left bigint;
 BEGIN
-    SELECT concurrency - (SELECT count(*) FROM fanout_permits p
-        WHERE p.limit_name = p_limit AND fanout_permit_lives_v1(p))
+    SELECT concurrency - fanout_line_v1(p_limit, NULL, concurrency) - (
+        SELECT count(*) FROM fanout_permits p
+        WHERE p.limit_name = p_limit AND p.granted_at IS NOT NULL AND fanout_permit_lives_v1(p))
     INTO v_left FROM fanout_limits WHERE name = p_limit;
     IF v_left IS NULL THEN
         RETURN;
@@ -298,7 +336,7 @@ BEGIN
     FROM (
         SELECT r.id, r.weight, r.surplus,
             CASE WHEN r.paused OR r.closing IS NOT NULL
-                OR fanout_limit_full_v1(array_remove(r.limits, p_limit)) IS NOT NULL
+                OR fanout_run_full_v1(array_remove(r.limits, p_limit)) IS NOT NULL
                 THEN 0 ELSE r.wants END AS wants,
             fanout_places_v1(r.id) AS used
         FROM fanout_runs r
@@ -324,8 +362,35 @@ BEGIN
 END;
 $$;
 
+-- Whether a run misses slots that its limits would give it, or that are for later.
+CREATE OR REPLACE FUNCTION fanout_would_get_v1(p_run bigint) RETURNS boolean
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    v_now integer;
+    v_later integer;
+BEGIN
+    SELECT count(*) FILTER (WHERE needed_at = '-infinity'),
+        count(*) FILTER (WHERE needed_at > '-infinity')
+    INTO v_now, v_later FROM fanout_slot_plan_v1(p_run);
+    RETURN v_later > 0 OR v_now > 0 AND fanout_granted_v1(p_run, v_now) > 0;
+END;
+$$;
+
+-- Whether a run misses slots that nothing will deal before the next sweep. Who stands in the line of
+-- a limit that is full misses none; a run with a rate deals at its own reports, while it has some.
+CREATE OR REPLACE FUNCTION fanout_lacks_slots_v1(p_run bigint) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT fanout_run_full_v1(r.limits) IS NULL AND fanout_would_get_v1(r.id) AND NOT (
+        EXISTS (SELECT FROM fanout_limits l
+            WHERE r.limits IS NOT NULL AND l.name = ANY (r.limits) AND l.rate IS NOT NULL)
+        AND EXISTS (SELECT FROM fanout_ledgers g
+            WHERE g.run_id = r.id AND g.updated_at > clock_timestamp() - interval '2 s'))
+    FROM fanout_runs r WHERE r.id = p_run
+$$;
+
 -- Passes on what is free or unfairly held in the limits of a run: one step, in a transaction of its
--- own that locks one run. Answers whether another step may find something.
+-- own that locks one run. Answers whether another step may find something. Whom to serve is found
+-- without a lock, for two runs are never locked at once.
 CREATE OR REPLACE FUNCTION fanout_pass_on_v1(p_run bigint) RETURNS boolean
 LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
@@ -333,7 +398,6 @@ SET enable_mergejoin = off SET jit = off
 AS $$
 DECLARE
     v_limit text;
-    v_free bigint;
     v_run bigint;
     v_excess bigint;
     m record;
@@ -343,7 +407,7 @@ BEGIN
     IF m.key_limit IS NOT NULL THEN
         FOR r IN SELECT id FROM fanout_runs o
                 WHERE o.key_limit = m.key_limit AND o.status = 'processing'
-                    AND EXISTS (SELECT FROM fanout_slot_plan_v1(o.id))
+                    AND fanout_would_get_v1(o.id)
                 ORDER BY o.served_at LIMIT 8 LOOP
             PERFORM FROM fanout_runs
             WHERE id = r.id AND status = 'processing' FOR NO KEY UPDATE SKIP LOCKED;
@@ -354,25 +418,25 @@ BEGIN
         END LOOP;
     END IF;
     FOREACH v_limit IN ARRAY coalesce(m.limits, '{}') LOOP
-        SELECT concurrency - fanout_limit_used_v1(v_limit) INTO v_free
-        FROM fanout_limits WHERE name = v_limit;
-        IF v_free IS NULL OR v_free > 0 THEN
+        IF fanout_limit_full_v1(ARRAY[v_limit]) IS NULL THEN
             -- Whoever stands lowest; one that is locked looks for itself.
             FOR r IN SELECT h.run_id FROM fanout_hungry_v1(v_limit, NULL) h
-                    ORDER BY (h.used + 1) / h.weight, h.served_at LIMIT 8 LOOP
-                PERFORM FROM fanout_runs
-                WHERE id = r.run_id AND status = 'processing' FOR NO KEY UPDATE SKIP LOCKED;
-                IF FOUND THEN
-                    -- Two runs are never locked at once.
-                    IF fanout_top_up_v1(r.run_id) > 0 THEN
+                    ORDER BY (h.used + 1) / h.weight, h.served_at LIMIT 100 LOOP
+                IF fanout_would_get_v1(r.run_id) THEN
+                    PERFORM FROM fanout_runs
+                    WHERE id = r.run_id AND status = 'processing' FOR NO KEY UPDATE SKIP LOCKED;
+                    IF FOUND THEN
+                        RETURN fanout_top_up_v1(r.run_id) > 0;
+                    END IF;
+                ELSIF NOT EXISTS (SELECT FROM fanout_slot_plan_v1(r.run_id)
+                        WHERE needed_at = '-infinity') THEN
+                    -- One that wants nothing any more is no answer: another may.
+                    PERFORM FROM fanout_runs
+                    WHERE id = r.run_id AND wants > 0 FOR NO KEY UPDATE SKIP LOCKED;
+                    IF FOUND THEN
+                        UPDATE fanout_runs SET wants = 0 WHERE id = r.run_id;
                         RETURN true;
                     END IF;
-                    -- One that wants nothing any more is no answer: another may.
-                    UPDATE fanout_runs SET wants = 0
-                    WHERE id = r.run_id AND wants > 0 AND NOT EXISTS (
-                        SELECT FROM fanout_slot_plan_v1(r.run_id)
-                        WHERE needed_at = '-infinity');
-                    RETURN FOUND;
                 END IF;
             END LOOP;
         ELSE
@@ -456,4 +520,15 @@ LANGUAGE sql STABLE AS $$
             OR l.rate IS NOT NULL
                 AND fanout_next_start_v1(l) > clock_timestamp() + fanout_horizon_v1(l))
     ORDER BY l.name LIMIT 1
+$$;
+
+-- The same for a run, which those in the line of a limit go before.
+CREATE OR REPLACE FUNCTION fanout_run_full_v1(p_limits text[]) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(fanout_limit_full_v1(p_limits), (
+        SELECT format('limit %s has room for those in its line alone', l.name)
+        FROM fanout_limits l
+        WHERE p_limits IS NOT NULL AND l.name = ANY (p_limits) AND l.concurrency
+            <= fanout_limit_used_v1(l.name) + fanout_line_v1(l.name, NULL, l.concurrency)
+        ORDER BY l.name LIMIT 1))
 $$;

@@ -407,7 +407,7 @@ LANGUAGE sql STABLE AS $$
     SELECT CASE
         WHEN r.status <> 'processing' OR r.paused OR r.closing IS NOT NULL THEN NULL
         WHEN r.limits IS NOT NULL AND r.wants > 0
-            THEN fanout_limit_full_v1(r.limits)
+            THEN fanout_run_full_v1(r.limits)
         WHEN r.key_limit IS NOT NULL THEN (
             SELECT format('limit %s is paused until %s', l.name, l.paused_until)
             FROM fanout_limits l WHERE l.name = r.key_limit AND l.paused_until > clock_timestamp())

@@ -125,6 +125,10 @@ RETURNS TABLE (run_id bigint, finding text) LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off
 AS $$
 #variable_conflict use_column
+DECLARE
+    -- Many runs may share one.
+    v_full constant text[] := ARRAY(
+        SELECT name FROM fanout_limits WHERE fanout_run_full_v1(ARRAY[name]) IS NOT NULL);
 BEGIN
     RETURN QUERY
     SELECT f.run_id, string_agg(DISTINCT f.finding, ', ') FROM (
@@ -147,9 +151,8 @@ BEGIN
             SELECT count(*) FROM fanout_slots s WHERE s.run_id = r.id AND s.active)
         UNION ALL
         SELECT r.id, 'missing slot' FROM fanout_runs r
-        -- Who stands in the line of a limit that is full misses none.
-        WHERE r.status = 'processing' AND fanout_limit_full_v1(r.limits) IS NULL
-            AND EXISTS (SELECT FROM fanout_slot_plan_v1(r.id))
+        WHERE r.status = 'processing' AND NOT coalesce(r.limits && v_full, false)
+            AND fanout_lacks_slots_v1(r.id)
         UNION ALL
         SELECT r.id, 'stop pending' FROM fanout_runs r
         WHERE r.status = 'processing' AND r.closing IS NOT NULL AND EXISTS (
@@ -338,8 +341,14 @@ BEGIN
     THEN
         RETURN v_done;
     END IF;
-    r := fanout_lock_run_v1(p_run);
-    PERFORM FROM fanout_slots WHERE run_id = p_run ORDER BY slot FOR UPDATE;
+    -- Renewals come from the same thread: it does not wait long for what somebody keeps locked.
+    PERFORM set_config('lock_timeout', ceil(p_lease * 1000 / 8)::text, true);
+    BEGIN
+        r := fanout_lock_run_v1(p_run);
+        PERFORM FROM fanout_slots WHERE run_id = p_run ORDER BY slot FOR UPDATE;
+    EXCEPTION WHEN lock_not_available THEN
+        RETURN v_done;
+    END;
     v_now := clock_timestamp();
     -- What is silent is marked once half a lease is over, which is a renewal missed, and rescued
     -- when it is silent still a quarter later: what it held goes on within a lease.
@@ -545,7 +554,7 @@ LANGUAGE sql AS $$
                 WHERE j.id = r.manager_job_id AND j.status IN ('todo', 'doing'))
         -- Who stands in the line of a limit cannot move; nor can items whose key is taken.
         ELSE NOT r.paused AND NOT EXISTS (SELECT FROM fanout_slots s WHERE s.run_id = r.id)
-            AND fanout_limit_full_v1(r.limits) IS NULL
+            AND fanout_run_full_v1(r.limits) IS NULL AND fanout_granted_v1(r.id, 1) > 0
             AND (r.key_limit IS NULL OR EXISTS (SELECT FROM fanout_slot_plan_v1(r.id)))
             AND EXISTS (
                 SELECT FROM fanout_ledgers l WHERE l.run_id = r.id AND (l.cursor < l.size
@@ -568,8 +577,9 @@ SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off SET jit = off
 AS $$
 BEGIN
-    PERFORM FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE;
-    RETURN fanout_rewrite_v1(p_run, p_limit);
+    -- Renewals come from the same thread: what somebody keeps locked is left to the next sweep.
+    PERFORM FROM fanout_runs WHERE id = p_run FOR NO KEY UPDATE SKIP LOCKED;
+    RETURN CASE WHEN FOUND THEN fanout_rewrite_v1(p_run, p_limit) ELSE 0 END;
 END;
 $$;
 
@@ -592,7 +602,13 @@ BEGIN
     IF v_run IS NULL THEN
         RETURN 0;
     END IF;
-    r := fanout_lock_run_v1(v_run);
+    -- Renewals come from the same thread: what somebody keeps locked is left to the next sweep.
+    PERFORM set_config('lock_timeout', '200', true);
+    BEGIN
+        r := fanout_lock_run_v1(v_run);
+    EXCEPTION WHEN lock_not_available THEN
+        RETURN 0;
+    END;
     IF r.closed_at IS NULL OR r.closed_at >= v_before THEN
         RAISE EXCEPTION 'run % was reopened meanwhile', v_run USING ERRCODE = '40001';
     END IF;
