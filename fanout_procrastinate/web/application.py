@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import Mount
+from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ExceptionHandler
+from starlette.types import ExceptionHandler, Scope
 
 from fanout_procrastinate import errors, fanout
 from fanout_procrastinate.web import access, api, failures, guard, pages, reading, streams
@@ -81,7 +82,7 @@ def create_app(
     return Starlette(
         routes=[
             *api.Api(source, rules, live).routes(),
-            Mount("/static", _Static(directory=_STATIC)),
+            Route("/static/{path:path}", _Static(directory=_STATIC)),
             *shown.routes(),
         ],
         middleware=[Middleware(guard.Guard, allowed_hosts=allowed_hosts, base_path=base_path)],
@@ -91,7 +92,13 @@ def create_app(
 
 
 class _Static(StaticFiles):
-    """Files that browsers keep, and ask about: a new version shows at once."""
+    """Files that browsers keep, and ask about: a new version shows at once.
+
+    A route and no mount: the links of the page that says what is missing stay where they were.
+    """
+
+    def get_path(self, scope: Scope) -> str:
+        return os.path.normpath(scope["path_params"]["path"])
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)

@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+_FIRST_PARTS = ("api", "fragments", "login", "logout", "runs", "static")
+
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -49,7 +51,8 @@ class Guard:
         app: what is guarded.
         allowed_hosts: host names without ports; ``*`` allows all, for applications that check them
             elsewhere.
-        base_path: the path that this is reached under, where the server does not know.
+        base_path: the path that this is reached under, where the server does not know. It may
+            still stand before a request's path, unless a path of ours begins like it.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_hosts: Iterable[str], base_path: str) -> None:
@@ -62,7 +65,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if self._base_path:
-            scope = {**scope, "root_path": self._base_path}
+            scope = {**scope, "root_path": self._base_path, "path": self._whole_path(scope)}
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -71,6 +74,13 @@ class Guard:
 
         answer = self._app if self._knows(scope) else _UNKNOWN_HOST
         await answer(scope, receive, send_with_headers)
+
+    def _whole_path(self, scope: Scope) -> str:
+        """Return the path with the base path before it, as ASGI has it."""
+        path = _below(scope.get("root_path", ""), scope["path"])
+        if self._base_path.split("/")[1] not in _FIRST_PARTS:
+            path = _below(self._base_path, path)
+        return self._base_path + path
 
     def _knows(self, scope: Scope) -> bool:
         hosts = Headers(scope=scope).getlist("host")
@@ -81,6 +91,12 @@ _UNKNOWN_HOST = PlainTextResponse(
     "This host name is not allowed here; add it: allowed_hosts=[...], or --allowed-host=...\n",
     status_code=400,
 )
+
+
+def _below(root: str, path: str) -> str:
+    """Return what follows the root in a path, if it stands there."""
+    rest = path.removeprefix(root)
+    return rest if rest.startswith("/") or not rest else path
 
 
 def complete(headers: MutableHeaders) -> None:

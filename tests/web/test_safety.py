@@ -1,6 +1,8 @@
 """Safe by default: each rule is shown to refuse, and what it lets through."""
 
 import asyncio
+import html
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
 
 from fanout_procrastinate import (
     ConfigurationError,
@@ -499,10 +502,48 @@ async def test_cookies_of_a_path_with_odd_letters(site: Site, path: str, encoded
         assert await logged_in(client)
 
 
-async def test_base_path_that_a_proxy_cuts_off(site: Site) -> None:
-    async with site.client(base_path="/fanout") as client:
-        assert f'href="/fanout/runs/{site.run.id}"' in (await client.get("/")).text
-        assert (await client.get("/fanout/")).status_code == 200
+@pytest.mark.parametrize("base", ["/fanout", "/ops/fanout", "/api", "/runs", "/login", "/static"])
+async def test_base_path_that_a_proxy_cuts_off(site: Site, base: str) -> None:
+    """Whatever a page leads to is found, as the browser asks and the proxy passes it on."""
+    dashboard = web.create_app(site.app, token=TOKEN, base_path=base)
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["path"].startswith(f"{base}/")
+        await dashboard({**scope, "path": scope["path"].removeprefix(base)}, receive, send)
+
+    transport = httpx.ASGITransport(proxy)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://localhost{base}") as client:
+        csrf = await logged_in(client)
+        page = f"/runs/{site.run.id}"
+        for path in ("/", page, f"{page}/items/0", "/login", "/nothing", "/static/nothing"):
+            found = _led_to((await client.get(path)).text)
+            assert f"{base}/static/dashboard.js" in found, path
+            for link in found:
+                assert link.startswith(f"{base}/"), (path, link)
+                answer = await client.head(f"http://localhost{link}")
+                assert answer.status_code == 200, (path, link)
+        assert (await client.get("/api/nothing")).json()["error"]
+        assert (await client.get(f"{page}/")).headers["location"] == f"http://localhost{base}{page}"
+        response = await client.post(site.page_pause, data={"csrf": csrf})
+        assert response.headers["location"] == f"{base}{page}?told=pause"
+        assert await site.paused()
+
+
+def _led_to(page: str) -> list[str]:
+    found = re.findall(r'(?:href|src|hx-get|sse-connect)="([^"#]+)', page)
+    return [html.unescape(link) for link in found]
+
+
+@pytest.mark.parametrize("root", ["", "/ops", "/fanout"])
+async def test_base_path_that_is_still_there(site: Site, root: str) -> None:
+    """The proxy leaves it, or the server knows of a path itself."""
+    dashboard = web.create_app(site.app, base_path="/fanout")
+    transport = httpx.ASGITransport(dashboard, root_path=root)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for before in {root, "/fanout"}:
+            for path in ("/", "/static/dashboard.js", f"/runs/{site.run.id}"):
+                answer = await client.get(before + path)
+                assert answer.status_code == 200, (before, path)
 
 
 @pytest.mark.parametrize(
