@@ -44,6 +44,7 @@ class Api:
             Route("/api/runs/{run_id:fanout_id}/{action}", self._act, methods=["POST"]),
         ]
 
+    @failures.in_time()
     async def _runs(self, request: Request) -> Response:
         await self._rules.check_read(request)
         found = await self._source.runs(
@@ -54,6 +55,7 @@ class Api:
         )
         return JSONResponse({"runs": [reading.progress_json(one) for one in found]})
 
+    @failures.in_time()
     async def _run(self, request: Request) -> Response:
         one = await self._source.find(await self._readable(request))
         facts, slots = await one.facts_async(), await self._source.slots(one)
@@ -65,6 +67,7 @@ class Api:
         )
         return JSONResponse(data)
 
+    @failures.in_time()
     async def _items(self, request: Request) -> Response:
         one = await self._source.find(await self._readable(request))
         page = await self._source.items(
@@ -77,6 +80,7 @@ class Api:
         rows = [reading.item_row_json(item) for item in page.items]
         return JSONResponse({"items": rows, "next": page.next})
 
+    @failures.in_time()
     async def _item(self, request: Request) -> Response:
         one = await self._source.find(await self._readable(request))
         item = await self._source.item(one, request.path_params["position"])
@@ -84,12 +88,14 @@ class Api:
             raise failures.Refused(f"run {one.id} has no such item", 404)
         return JSONResponse(reading.item_json(self._source, item))
 
+    @failures.in_time()
     async def _errors(self, request: Request) -> Response:
         one = await self._source.find(await self._readable(request))
         limit = asked.whole(request, "limit", reading.ERRORS_SHOWN, least=1, most=1000)
         groups = await one.errors_async(limit)
         return JSONResponse({"errors": [group.as_dict() for group in groups]})
 
+    @failures.in_time()
     async def _events(self, request: Request) -> Response:
         return await self._live.of_run(request, await self._readable(request))
 
@@ -103,9 +109,12 @@ class Api:
         if action not in control.ACTIONS:
             raise failures.Refused(f"there is no action {action!r}", 404)
         await self._rules.check_control(request, action, run_id, None)
-        one = await self._source.find(run_id)
-        retried = await control.act(one, action, await asked.json_body(request))
-        data: dict[str, Any] = reading.progress_json(await one.progress_async())
+        async with failures.in_time():
+            one = await self._source.find(run_id)
+        options = await asked.json_body(request)
+        with failures.fate_told():
+            retried = await control.act(one, action, options)
+            data: dict[str, Any] = reading.progress_json(await one.progress_async())
         return JSONResponse(data if retried is None else data | {"retried": retried})
 
     async def _readable(self, request: Request) -> int:

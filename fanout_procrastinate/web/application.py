@@ -98,7 +98,8 @@ class _Static(StaticFiles):
     """
 
     def get_path(self, scope: Scope) -> str:
-        return os.path.normpath(scope["path_params"]["path"])
+        asked: str = scope["path_params"]["path"]
+        return os.path.normpath(asked)
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)

@@ -78,10 +78,12 @@ class Pages:
 
     # -- the list of runs
 
+    @failures.in_time()
     async def _runs(self, request: Request) -> Response:
         await self._rules.check_read(request)
         return await self._page(request, "runs.html", **await self._runs_context(request))
 
+    @failures.in_time()
     async def _runs_fragment(self, request: Request) -> Response:
         await self._rules.check_read(request)
         return await self._page(request, "_runs.html", **await self._runs_context(request))
@@ -98,6 +100,7 @@ class Pages:
 
     # -- one run
 
+    @failures.in_time()
     async def _run(self, request: Request) -> Response:
         one = await self._readable(request)
         told = _TOLD.get(request.query_params.get("told", ""), "")
@@ -109,6 +112,7 @@ class Pages:
         args = self._source.shown(dict(facts.args))
         return await self._page(request, "run.html", facts=facts, args=args, told=told, **context)
 
+    @failures.in_time()
     async def _overview(self, request: Request) -> Response:
         context = await self._overview_context(request, await self._readable(request))
         # What the page knows already; nobody gains anything by asking for more buttons.
@@ -127,6 +131,7 @@ class Pages:
             "stopping": run.stopping(progress),
         }
 
+    @failures.in_time()
     async def _items(self, request: Request) -> Response:
         one = await self._readable(request)
         context = await self._items_context(request, one)
@@ -142,6 +147,7 @@ class Pages:
         following = None if page.next is None else urlencode(wanted | {"after": page.next})
         return {"items": page.items, "filter": wanted, "after": after, "following": following}
 
+    @failures.in_time()
     async def _item(self, request: Request) -> Response:
         one = await self._readable(request)
         item = await self._source.item(one, request.path_params["position"])
@@ -163,8 +169,11 @@ class Pages:
         action: str = request.path_params["action"]
         form = dict(await asked.form_body(request))
         await self._rules.check_control(request, action, run_id, form.pop(access.CSRF_FIELD, None))
-        one = await self._source.find(run_id)
-        await control.act(one, action, _options(action, form))
+        async with failures.in_time():
+            one = await self._source.find(run_id)
+        options = _options(action, form)
+        with failures.fate_told():
+            await control.act(one, action, options)
         return RedirectResponse(_url(request, f"/runs/{run_id}?told={action}"), 303)
 
     async def _login(self, request: Request) -> Response:

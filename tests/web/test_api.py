@@ -1,5 +1,6 @@
 """The JSON API: what it answers, and what it says when it cannot."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import httpx
 import procrastinate
 import psycopg
+import psycopg_pool
 import pytest
 
 from fanout_procrastinate import (
@@ -19,6 +21,7 @@ from fanout_procrastinate import (
     fanout_manager,
     web,
 )
+from fanout_procrastinate.web import failures
 from tests.support import begun, direct, finished, opened, working
 
 TOKEN = "the-token-of-these-tests"  # noqa: S105
@@ -429,6 +432,71 @@ async def test_server_that_went_away(
     assert response.status_code == 503 and "10.0.0.7" not in response.text
     (record,) = (one for one in caplog.records if getattr(one, "action", "") == "dashboard_failed")
     assert "10.0.0.7" in record.exception  # type: ignore[attr-defined]
+
+
+async def test_reads_do_not_wait_for_a_database_that_does_not_answer(
+    dsn: str, app: procrastinate.App, declared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They give up long before the pool does, and leave it whole."""
+    monkeypatch.setattr(failures, "ANSWER_SECONDS", 0.3)
+    pool = psycopg_pool.AsyncConnectionPool(dsn, open=False, min_size=1, max_size=1)
+    transport = httpx.ASGITransport(web.create_app(app, token=TOKEN))
+    async with (
+        pool,
+        app.open_async(pool),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        run = await declared.defer_async(count=1)
+        one = f"/runs/{run.id}"
+        api = ["/api/runs", *(f"/api{one}{end}" for end in ("", "/items", "/items/0", "/errors"))]
+        pages = ["/", "/fragments/runs", one, f"{one}/items/0"]
+        fragments = [f"{one}/fragments/overview", f"{one}/fragments/items"]
+        async with pool.connection():
+            for path in (*api, f"/api{one}/events", *pages, *fragments):
+                response = await asyncio.wait_for(client.get(path), 5.0)
+                assert response.status_code == 503, path
+                assert "does not answer; try again" in response.text, path
+            response = await client.post(f"/api{one}/pause", headers=BEARER)
+            assert (response.status_code, "try again" in response.text) == (503, True)
+        assert not (await got(client, f"/api{one}"))["paused"]
+        assert pool.get_stats()["pool_size"] == pool.get_stats()["pool_available"] == 1
+
+
+async def test_control_is_not_cut_off(
+    client: httpx.AsyncClient,
+    app: procrastinate.App,
+    declared: Any,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What changes a run takes the time it takes; only what becomes of it is the answer."""
+    monkeypatch.setattr(failures, "ANSWER_SECONDS", 0.3)
+    run = await declared.defer_async(count=1)
+    with conn.transaction():
+        conn.execute("SELECT 1 FROM fanout_runs WHERE id = %s FOR UPDATE", [run.id])
+        asked = asyncio.create_task(client.post(f"/api/runs/{run.id}/pause", headers=BEARER))
+        done, _ = await asyncio.wait([asked], timeout=1.0)
+        assert not done
+    assert (await asked).json()["paused"] is True
+
+
+@pytest.mark.parametrize("where", ["/api/runs/{}/pause", "/runs/{}/control/pause"])
+async def test_control_whose_fate_is_unknown_says_so(
+    client: httpx.AsyncClient,
+    app: procrastinate.App,
+    declared: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    run = await declared.defer_async(count=1)
+
+    async def broken(*_: Any, **__: Any) -> None:
+        raise errors.DatabaseError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(Run, "pause_async", broken)
+    response = await client.post(where.format(run.id), headers=BEARER)
+    assert (response.status_code, "is unknown; look" in response.text) == (503, True)
+    assert "closed the connection" not in response.text
 
 
 async def test_missing_tables(bare_dsn: str) -> None:
