@@ -1,5 +1,6 @@
 """What the tests of the dashboard share: the app that is shown, its workers, and a browser."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -50,14 +51,20 @@ class Stage:
             one.close()
 
 
-@pytest.fixture
-def stage(dsn: str, workers: Callable[..., Worker], tmp_path: Path) -> Iterator[Stage]:
+@contextlib.contextmanager
+def staged(dsn: str, workers: Callable[..., Worker], folder: Path) -> Iterator[Stage]:
     connector = procrastinate.SyncPsycopgConnector(conninfo=dsn)
     with shown.app.replace_connector(connector), shown.app.open():
-        made = Stage(dsn, workers, tmp_path)
+        made = Stage(dsn, workers, folder)
         yield made
         made.close()
         FanOut.of(shown.app).close()
+
+
+@pytest.fixture
+def stage(dsn: str, workers: Callable[..., Worker], tmp_path: Path) -> Iterator[Stage]:
+    with staged(dsn, workers, tmp_path) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

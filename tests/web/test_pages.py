@@ -2,21 +2,26 @@
 
 import base64
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from procrastinate.schema import SchemaManager
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from fanout_procrastinate import schema
 from tests.apps.shown import HOSTILE, Page
+from tests.servers import Server
 from tests.waiting import wait_until
-from tests.web.conftest import Stage
+from tests.web.conftest import Stage, staged
 from tests.web.served import TOKEN, Served
-from tests.workers import ROOT
+from tests.workers import ROOT, Worker
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.pg18_only]
 
@@ -52,6 +57,12 @@ class Reader:
 
     def see(self, selector: str, text: str, timeout: float = 20.0) -> None:
         wait_until(lambda: text in self.text(selector), timeout, f"{selector} shows {text!r}")
+
+    def look_often(self) -> None:
+        """Let the page ask for its fragments as often as on a busy run."""
+        self.driver.execute_script(
+            "setInterval(() => htmx.trigger(document.body, 'fanout:refresh'), 500)"
+        )
 
     def count(self, selector: str) -> int:
         return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
@@ -213,6 +224,34 @@ def test_log_streams_and_nothing_is_executed(stage: Stage, reader: Reader) -> No
     assert "stolen" not in reader.driver.title
 
 
+def test_database_that_goes_away_shows_and_comes_back(
+    own_server: Callable[..., Server],
+    workers: Callable[..., Worker],
+    browser: webdriver.Chrome,
+    tmp_path: Path,
+) -> None:
+    """Nobody takes old figures for live ones."""
+    server = own_server()
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute(SchemaManager.get_schema())
+        schema.apply(connection)
+    with staged(server.dsn, workers, tmp_path) as stage:
+        run = stage.run([Page(name="a")])
+        reader = Reader(browser, stage.dashboard())
+        for path in ("/", f"/runs/{run.id}"):
+            reader.open(path)
+            reader.see("#connection", "live")
+            reader.look_often()
+            server.stop("fast")
+            reader.see("#connection", "no answer")
+            server.start()
+            reader.see("#connection", "live", timeout=60.0)
+            assert reader.same_visit()
+        browser.get("about:blank")
+        complaints = [line["message"] for line in browser.get_log("browser")]
+        assert all("503" in line or "htmx" in line for line in complaints), complaints
+
+
 def test_works_by_keyboard(stage: Stage, reader: Reader) -> None:
     """A reader without a mouse reaches content, buttons and questions; focus is given back."""
     run = stage.run([Page(name="page", waits_for="gate")])
@@ -241,6 +280,23 @@ def test_works_by_keyboard(stage: Stage, reader: Reader) -> None:
         " && !one.ariaLabel && !one.getAttribute('aria-labelledby')).map(one => one.outerHTML)"
     )
     assert unnamed == []
+
+
+def test_long_names_push_no_figures_off_a_small_screen(stage: Stage, reader: Reader) -> None:
+    stage.run([Page(name="a")])
+    reader.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 380, "height": 900, "deviceScaleFactor": 1, "mobile": True},
+    )
+    reader.open("/")
+    for name in ("a" * 60, "papers." + "long_" * 12):
+        wide, there = reader.driver.execute_script(
+            "document.querySelector('.runs .name').textContent = arguments[0];"
+            "const table = document.querySelector('.scroll');"
+            "return [table.scrollWidth, table.clientWidth]",
+            name,
+        )
+        assert wide <= there, name
 
 
 def test_fits_its_window(stage: Stage, reader: Reader) -> None:

@@ -69,17 +69,45 @@
     showFractions();
   }
 
-  // -- the live connection
+  // -- the live connection, and whether looking again brought an answer
 
-  function connection(text) {
+  let streamed = null; // what the page itself says, until the stream tells
+  let unanswered = null;
+
+  function connection() {
     const shown = document.getElementById("connection");
-    if (shown && shown.textContent !== text) shown.textContent = text;
+    if (!shown) return;
+    streamed ??= shown.textContent;
+    const text = unanswered ?? streamed;
+    if (shown.textContent !== text) shown.textContent = text;
+    shown.classList.toggle("bad", unanswered !== null);
   }
+
+  function tellStream(text) {
+    streamed = text;
+    connection();
+  }
+
+  // The stream may well be open while what is asked for fails: its figures are old then.
+  function tellAnswer(text) {
+    unanswered = text;
+    connection();
+  }
+
+  for (const kind of ["htmx:responseError", "htmx:sendError", "htmx:timeout"]) {
+    document.addEventListener(kind, (event) => {
+      const status = event.detail.xhr.status;
+      tellAnswer(status >= 400 && status < 500 ? `refused (${status})` : "no answer");
+    });
+  }
+  document.addEventListener("htmx:afterRequest", (event) => {
+    if (event.detail.successful) tellAnswer(null);
+  });
 
   function listen(url) {
     const source = new EventSource(url);
-    source.addEventListener("open", () => connection("live"));
-    source.addEventListener("error", () => connection("reconnecting"));
+    source.addEventListener("open", () => tellStream("live"));
+    source.addEventListener("error", () => tellStream("reconnecting"));
     for (const kind of ["snapshot", "progress", "resync", "changed"]) {
       source.addEventListener(kind, lookAgain);
     }
@@ -97,7 +125,7 @@
       lookAgain();
     });
     source.addEventListener("closed", () => {
-      connection("closed");
+      tellStream("closed");
       source.close();
       lookAgain();
     });
