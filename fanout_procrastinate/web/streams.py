@@ -6,6 +6,7 @@ bounded, and a client that does not read is dropped when a send takes too long.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -17,7 +18,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from fanout_procrastinate import errors, models, run, subscriptions
 from fanout_procrastinate.web import failures, reading
@@ -35,11 +36,25 @@ _HEADERS = {"Cache-Control": "no-cache"}
 
 
 class _Stream(EventSourceResponse):
-    """A stream whose client is dropped, not complained about, when it does not read."""
+    """A stream whose client is dropped, not complained about, when it does not read.
+
+    At the end of the server the stream is cut off between two events; its response is then ended
+    here, for servers complain of one that stays incomplete, and clients too.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        complete = True
+
+        async def send_and_see(message: Message) -> None:
+            nonlocal complete
+            complete = not message.get("more_body", message["type"] == "http.response.start")
+            await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_and_see)
+            if self.active and not complete:  # and the client is there
+                async with asyncio.timeout(self.send_timeout):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             logger.info("Client of a stream does not read", extra={"action": "stream_dropped"})
 
@@ -101,17 +116,17 @@ class Streams:
             self.open -= 1
 
     async def _run_events(self, one: run.Run) -> AsyncIterator[ServerSentEvent]:
-        with self._counted(), contextlib.suppress(errors.RunNotFound):  # removed meanwhile
+        with self._counted(), _ended_calmly():
             subscribe = self.source.owner.events.subscribe
             async with subscribe(one.id, limit=_QUEUE, until_closed=True) as subscription:
-                shown = await one.progress_async()
+                shown = await _progress(one)
                 yield _progress_event("snapshot", shown, retry=_RETRY_MILLISECONDS)
                 if shown.closed:
                     yield _progress_event("closed", shown)
                     return
                 async for event in subscription:
                     if event.kind in ("closed", "resync"):
-                        shown = await one.progress_async()
+                        shown = await _progress(one)
                         yield _progress_event(event.kind, shown)
                         if shown.closed:
                             return
@@ -122,7 +137,7 @@ class Streams:
                         yield _progress_event("progress", shown, items=event.data.get("items"))
 
     async def _changes(self) -> AsyncIterator[ServerSentEvent]:
-        with self._counted():
+        with self._counted(), _ended_calmly():
             kinds = {"progress", "closed", "resync"}
             async with self.source.owner.events.subscribe(kinds=kinds, limit=_QUEUE) as changes:
                 yield ServerSentEvent(event="snapshot", data="{}", retry=_RETRY_MILLISECONDS)
@@ -133,6 +148,21 @@ class Streams:
                     if found:
                         data = {"runs": sorted(found)}
                         yield ServerSentEvent(event="changed", data=_json(data))
+
+
+@contextlib.contextmanager
+def _ended_calmly() -> Iterator[None]:
+    """End a stream whose run was removed, or whose database went away: its client comes back."""
+    try:
+        yield
+    except (errors.RunNotFound, errors.DatabaseError, failures.Refused) as exc:
+        extra = {"action": "stream_ended", "exception": str(exc)}
+        logger.info("Stream ends before its run", extra=extra)
+
+
+@failures.in_time()
+async def _progress(one: run.Run) -> models.Progress:
+    return await one.progress_async()
 
 
 async def _more(changes: subscriptions.Subscription) -> set[str]:

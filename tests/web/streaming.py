@@ -83,6 +83,7 @@ class Stream:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = b""
+        self.complete = False
 
     async def __aenter__(self) -> "Stream":
         self.task = asyncio.create_task(
@@ -126,6 +127,7 @@ class Stream:
             self.status = message["status"]
         else:
             self.body += message.get("body", b"")
+            self.complete = not message.get("more_body", False)
 
 
 async def no_watcher() -> None:

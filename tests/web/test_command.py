@@ -82,10 +82,13 @@ def test_ends_with_streams_open(serve: Serve, number: signal.Signals) -> None:
         httpx.Client(base_url=served.url, timeout=20) as client,
         client.stream("GET", "/api/events") as stream,
     ):
-        assert next(stream.iter_lines()).startswith(("event", "retry"))
+        lines = stream.iter_lines()
+        assert next(lines).startswith(("event", "retry"))
         os.kill(served.pid, number)
         wait_until(lambda: served.code() is not None, 6.0, "it ends")
+        assert list(lines)  # and to its end, or httpx would complain
     assert "Traceback" not in served.output()
+    assert "ASGI callable" not in served.output()
 
 
 def test_other_addresses_need_a_token(refused: Callable[..., str]) -> None:

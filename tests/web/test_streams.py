@@ -15,6 +15,8 @@ from fanout_procrastinate import (
     FanOut,
     ItemContext,
     PermanentError,
+    Run,
+    errors,
     fanout_child,
     models,
     subscriptions,
@@ -213,6 +215,24 @@ async def test_resync_tells_the_state(app: procrastinate.App, declared: Any) -> 
         for subscription in live(app):
             subscription.missed()
         assert (await stream.until("resync")).data["pending"] == 2
+
+
+async def test_database_that_goes_away_ends_the_stream_in_order(
+    app: procrastinate.App, declared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client comes back by itself, and nobody finds a traceback in the log."""
+
+    async def broken(*_: Any) -> None:
+        raise errors.DatabaseError("server closed the connection unexpectedly")
+
+    run = await declared.map_async(["a"])
+    async with Stream(web.create_app(app), f"/api/runs/{run.id}/events") as stream:
+        await stream.until("snapshot")
+        monkeypatch.setattr(Run, "progress_async", broken)
+        for subscription in live(app):
+            subscription.missed()
+        await stream.ended()
+    assert stream.complete and "closed" not in stream.kinds
 
 
 async def test_client_that_does_not_read_is_dropped(app: procrastinate.App, declared: Any) -> None:
