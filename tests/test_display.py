@@ -348,6 +348,34 @@ def test_long_text_in_a_table_is_folded_not_lost(terminal: Terminal) -> None:
     assert terminal.text().count("x") == 250
 
 
+LONG = {
+    "": closed(run_id=12345, name="volume " * 9, status=RunStatus.CANCELLED),
+    "dots": progress(run_id=7, name="papers.extract_folder.of_papers"),
+}
+
+
+@pytest.mark.parametrize("width", [20, 33, 40, 60, 80, 120])
+def test_narrow_terminals_keep_what_tells_runs_apart(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """The id and the status of a run stand in one line, its name is folded, the rest may go."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = (views.run_row(one) for one in LONG.values())
+    display.screen(terminal).table(views.RUNS, rows, views.RUNS_SPARE)
+    lines = terminal.text().splitlines()
+    assert max(map(len, lines)) <= width
+    for one in LONG.values():
+        (line,) = (line for line in lines if str(one.run_id) in line.split())
+        assert str(one.status) in line.split()
+    drawn = terminal.text()
+    assert drawn.count("volume") == (9 if width >= 33 else 0), "folded, not lost"
+    assert [word for word in ("failed", "total", "took") if word in drawn] == {
+        60: ["failed", "total"],
+        80: ["failed", "total"],
+        120: ["failed", "total", "took"],
+    }.get(width, [])
+
+
 def test_hostile_text_on_a_terminal(terminal: Terminal) -> None:
     screen = display.screen(terminal)
     screen.line(HOSTILE)
@@ -380,6 +408,20 @@ def test_bars_of_several_runs(terminal: Terminal) -> None:
     assert "12 of 22 (55 %)" in drawn or "22 of 22 (100 %)" in drawn
     assert drawn.splitlines()[-3].endswith("run 1: completed, 22 items, 18 succeeded, 4 failed")
     assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_bars_on_a_narrow_terminal_say_whose_they_are(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    reason = "stopped because the disk on which all of the papers lie is nearly full"
+    with display.screen(terminal).live() as update:
+        for run_id in (1, 22, 12345):
+            update(progress(run_id=run_id, total=40_000, pending=39_986, reason=reason))
+    *bars, _, _, _ = terminal.text().splitlines()
+    for run_id, bar in zip((1, 22, 12345), bars[-3:], strict=True):
+        assert re.search(rf"run {run_id} .*12 of 40000 \(0 %\)", bar)
 
 
 def test_latest_lines_stand_below_the_bars(terminal: Terminal) -> None:

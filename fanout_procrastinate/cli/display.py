@@ -6,7 +6,7 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from fanout_procrastinate import models
@@ -25,6 +25,8 @@ else:
 
 _SECONDS_BETWEEN_LINES = 1.0
 _LINES_BELOW = 8
+_LEAST_FOLDED = 12
+_BESIDE = 2
 _STYLES = {
     "completed": "green",
     "succeeded": "green",
@@ -86,8 +88,13 @@ class Screen:
         """Write lines of our own as they are."""
         self._stream.write(text)
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Write rows under their heads; a head that ends with ``>`` stands to the right."""
+    def table(
+        self, heads: Sequence[str], rows: Iterable[Sequence[object]], spare: Sequence[str] = ()
+    ) -> None:
+        """Write rows under their heads; a head that ends with ``>`` stands to the right.
+
+        A terminal that is too narrow goes without the heads of `spare`, the last of them first.
+        """
         cells = [[head.rstrip(">").upper() for head in heads]]
         cells += [[_cell(value) for value in row] for row in rows]
         widths = [max(len(row[place]) for row in cells) for place in range(len(heads))]
@@ -150,18 +157,25 @@ class RichScreen(Screen):
     def line(self, text: str) -> None:
         self._console.print(rich.text.Text(visible(text)), soft_wrap=True)
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    def table(
+        self, heads: Sequence[str], rows: Iterable[Sequence[object]], spare: Sequence[str] = ()
+    ) -> None:
+        cells = [list(map(_text, row)) for row in rows]
+        columns = {head: [row[place] for row in cells] for place, head in enumerate(heads)}
+        dropped = [head for head in spare if head in columns]
+        while dropped and _needed(columns) > self._console.width:
+            del columns[dropped.pop()]
+        fits = _needed(columns) <= self._console.width
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for head in heads:
-            right = head.endswith(">")
+        for head, column in columns.items():
             table.add_column(
                 head.rstrip(">"),
-                justify="right" if right else "left",
-                no_wrap=right,
+                justify="right" if head.endswith(">") else "left",
+                no_wrap=fits and not _folds(head, column),
                 overflow="fold",
             )
-        for row in rows:
-            table.add_row(*(rich.text.Text(_cell(value), style=_style(value)) for value in row))
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
         self._console.print(table)
 
     @contextlib.contextmanager
@@ -171,6 +185,28 @@ class RichScreen(Screen):
             yield bars
         for progress in bars.latest.values():
             self.line(views.summary(progress))
+
+
+def _text(value: object) -> rich.text.Text:
+    return rich.text.Text(_cell(value), style=_style(value))
+
+
+def _needed(columns: Mapping[str, Sequence[rich.text.Text]]) -> int:
+    """Return how wide a table must be, with what may be folded at its narrowest."""
+    widths = [
+        _LEAST_FOLDED if _folds(head, cells) else _width(head, cells)
+        for head, cells in columns.items()
+    ]
+    return sum(widths) + _BESIDE * len(widths)
+
+
+def _width(head: str, cells: Sequence[rich.text.Text]) -> int:
+    return max([len(head.rstrip(">")), *(cell.cell_len for cell in cells)])
+
+
+def _folds(head: str, cells: Sequence[rich.text.Text]) -> bool:
+    """Whether a column may go on in the next line: figures, and short words, do not."""
+    return not head.endswith(">") and _width(head, cells) > _LEAST_FOLDED
 
 
 def _style(value: object) -> str:
@@ -189,8 +225,8 @@ class Bars:
             _text_column("{task.description}"),
             rich.progress.BarColumn(bar_width=None),
             _text_column("{task.fields[counts]}"),
-            _text_column("{task.fields[failed]}", style="red"),
-            _text_column("{task.fields[pace]}"),
+            _spare_column("{task.fields[failed]}", style="red"),
+            _spare_column("{task.fields[pace]}"),
             console=console,
             expand=True,
         )
@@ -236,6 +272,19 @@ def _with_lines(lines: Iterable[str]) -> type[rich.progress.Progress]:
 
 def _text_column(text: str, style: str = "none") -> rich.progress.TextColumn:
     return rich.progress.TextColumn(text, style=style, markup=False)
+
+
+def _spare_column(text: str, style: str = "none") -> rich.progress.TextColumn:
+    """A column that is cut, with a mark, before one that is not spare loses anything."""
+
+    class Spare(rich.progress.TextColumn):
+        def render(self, task: rich.progress.Task) -> rich.text.Text:
+            shown = super().render(task)
+            shown.no_wrap, shown.overflow = True, "ellipsis"
+            return shown
+
+    # Those that may wrap are the first to be narrowed.
+    return Spare(text, style=style, markup=False, table_column=rich.table.Column(no_wrap=False))
 
 
 def screen(stream: TextIO) -> Screen:

@@ -10,6 +10,9 @@ from fanout_procrastinate import errors, models
 from fanout_procrastinate.cli import command, display, session, views
 
 _HEADS = ("limit", "kind", "at once>", "used>", "rate", "line>", "runs in want>", "paused until")
+_SPARE = ("line>", "rate", "paused until", "kind", "runs in want>")
+_USES = ("run>", "slot>", "item>", "key", "since")
+_USES_SPARE = ("key", "item>", "slot>", "since")
 _CHANGES = ("concurrency", "rate", "per", "burst")
 
 
@@ -50,7 +53,7 @@ def _listed(use: session.Session) -> command.Exit:
 
     def show(screen: display.Screen) -> None:
         if found:
-            screen.table(_HEADS, map(_row, found))
+            screen.table(_HEADS, map(_row, found), _SPARE)
         else:
             screen.line("no limits: one gets here with the first run, or permit, that uses it")
 
@@ -92,12 +95,12 @@ def _show(screen: display.Screen, state: models.LimitState) -> None:
         ]
     )
     if state.holders:
-        screen.table(("held by", "run>", "slot>", "item>", "key", "since"), _uses(state.holders))
+        screen.table(("held by", *_USES), _uses(state.holders), _USES_SPARE)
     if state.waiting:
-        screen.table(("waits", "run>", "slot>", "item>", "key", "since"), _uses(state.waiting))
+        screen.table(("waits", *_USES), _uses(state.waiting), _USES_SPARE)
     if state.wanting:
         rows = [(one.run_id, one.name, one.wants, one.reason) for one in state.wanting]
-        screen.table(("run>", "name", "wants>", "waits for"), rows)
+        screen.table(("run>", "name", "wants>", "waits for"), rows, ("name",))
 
 
 def _uses(uses: Sequence[models.LimitUse]) -> Iterator[Sequence[object]]:

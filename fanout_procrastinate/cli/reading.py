@@ -27,7 +27,7 @@ def _runs(use: session.Session) -> command.Exit:
 
     def show(screen: display.Screen) -> None:
         if found:
-            screen.table(views.RUNS, map(views.run_row, found))
+            screen.table(views.RUNS, map(views.run_row, found), views.RUNS_SPARE)
         else:
             screen.line("no runs")
             if options.name and "." not in options.name:
@@ -57,7 +57,7 @@ def _show(use: session.Session) -> command.Exit:
         screen.line(views.summary(progress))
         screen.fields(views.run_fields(facts, progress, waits))
         if groups:
-            screen.table(views.ERRORS, map(views.error_row, groups))
+            screen.table(views.ERRORS, map(views.error_row, groups), views.ERRORS_SPARE)
 
     use.answer(data, show)
     return command.Exit.OK
@@ -88,7 +88,8 @@ def _show_items(screen: display.Screen, items: Iterable[models.Item], limit: int
         screen.line("no items")
         return
     columns = views.item_columns(found[:limit])
-    screen.table(tuple(columns), zip(*columns.values(), strict=True))
+    rows = zip(*columns.values(), strict=True)
+    screen.table(tuple(columns), rows, views.ITEMS_SPARE)
     if len(found) > limit:
         screen.line(f"only the first {limit} are shown: --limit=N shows more")
 
@@ -99,7 +100,7 @@ def _errors(use: session.Session) -> command.Exit:
 
     def show(screen: display.Screen) -> None:
         if groups:
-            screen.table(views.ERRORS, map(views.error_row, groups))
+            screen.table(views.ERRORS, map(views.error_row, groups), views.ERRORS_SPARE)
         else:
             screen.line("no failed items")
 

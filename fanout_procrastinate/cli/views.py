@@ -126,10 +126,13 @@ def _item(event: subscriptions.Event) -> str:
     return f"run {event.run_id}: item {event.data.get('position')}{named}"
 
 
-# -- tables
+# -- tables; the spare heads of each, the first of them the last to go where there is no room
 
 RUNS = ("run>", "name", "status", "done>", "total>", "failed>", "created>", "took>")
+RUNS_SPARE = ("name", "failed>", "done>", "total>", "created>", "took>")
+ITEMS_SPARE = ("outcome", "attempts>", "took>", "crashes>", "payload")
 ERRORS = ("failed>", "error", "item>", "key", "sample")
+ERRORS_SPARE = ("item>", "key")
 
 
 def run_row(progress: models.Progress) -> Sequence[object]:
