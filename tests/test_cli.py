@@ -1029,6 +1029,26 @@ def test_output_that_cannot_be_written_is_9(
     assert done.stderr.removeprefix("this module is talkative\n") == f"fanout: {said}\n"
 
 
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [("show 999 --json", 3), ("schema --check", 0), ("no-such-command", 2)]
+)
+def test_what_cannot_be_told_changes_neither_the_exit_code_nor_the_output(
+    redirection: str, arguments: str, code: int, dsn: str
+) -> None:
+    program = f"{shlex.quote(sys.executable)} -m fanout_procrastinate {arguments}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{program} {redirection}"],
+        env=os.environ | environment(dsn) | {"FANOUT_APP": "tests.apps.shown.app"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0)
+
+
 def test_a_stop_that_waits_for_the_items_at_work_is_shown(given: Any, cli: Cli, conn: Conn) -> None:
     (run_id,) = given([0, 1, 2], work=False)
     with direct(conn.info.dsn, size=1) as own:

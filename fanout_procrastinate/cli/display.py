@@ -26,6 +26,7 @@ else:
 _SECONDS_BETWEEN_LINES = 1.0
 _LINES_BELOW = 8
 _LEAST_FOLDED = 12
+_JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 _BESIDE = 2
 _STYLES = {
     "completed": "green",
@@ -51,13 +52,15 @@ class Live(Protocol):
 def visible(text: object) -> str:
     """Return text on one line, without the characters that would steer a terminal.
 
+    Joiners stay: Persian, Hindi and many emoji are not written without them.
+
     Example:
         >>> visible("two\\nlines, \\x1b[31mred")
         'two lines, \ufffd[31mred'
     """
     return "".join(
         letter
-        if letter.isprintable()
+        if letter.isprintable() or letter in _JOINERS
         else (" " if letter.isspace() else "\N{REPLACEMENT CHARACTER}")
         for letter in str(text)
     )

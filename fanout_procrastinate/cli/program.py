@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib.metadata
 import io
@@ -12,6 +13,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TextIO
 
 from fanout_procrastinate import errors
 from fanout_procrastinate.cli import (
@@ -70,7 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: as `argparse` does, after ``--help`` (0) and on a wrong command line (2).
     """
-    if sys.stdout is None:  # it was closed before the start
+    if sys.stderr is None:  # it was closed before the start; print would take standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
+    try:
+        return _main(argv)
+    finally:
+        _settle_errors()
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    if sys.stdout is None:
         _say(f"{_PROGRAM}: there is no standard output to write to")
         return command.Exit.NO_OUTPUT
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -84,19 +95,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return command.Exit.INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
+        _drop(sys.stdout)
         return command.Exit.BROKEN_PIPE
     except OSError as exc:
         if exc.errno not in _UNWRITABLE:
             raise
-        _drop_output()
+        _drop(sys.stdout)
         _say(f"{_PROGRAM}: the output cannot be written: {exc.strerror}")
         return command.Exit.NO_OUTPUT
 
 
-def _drop_output() -> None:
+def _settle_errors() -> None:
+    """See to it that what standard error does not take changes no exit code."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
     """Let what is left go nowhere: Python would complain when it flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -122,8 +141,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    for line in text.splitlines():
-        print(display.visible(line), file=sys.stderr)
+    with contextlib.suppress(OSError):  # the exit code tells as well
+        for line in text.splitlines():
+            print(display.visible(line), file=sys.stderr)
 
 
 class _Formatter(logging.Formatter):
