@@ -198,6 +198,20 @@ def test_a_run_in_one_line(run: Progress, line: str) -> None:
     assert views.summary(run) == line
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (RunStatus.COMPLETED, "0 of 0 (100 %)"),
+        (RunStatus.FAILED, "0 of 0"),
+        (RunStatus.CANCELLED, "0 of 0"),
+    ],
+)
+def test_nothing_is_all_of_nothing_only_where_the_run_completed(
+    status: RunStatus, words: str
+) -> None:
+    assert views.counts(closed(status=status, total=0, succeeded=0, failed=0)) == words
+
+
 def item_row(one: Item) -> dict[str, object]:
     return {head: column[0] for head, column in views.item_columns([one]).items()}
 

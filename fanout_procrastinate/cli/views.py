@@ -65,7 +65,9 @@ def counts(progress: models.Progress) -> str:
     """Return how many items of an open run are final, or listed."""
     if progress.total is None:
         return f"{progress.pending} listed so far"
-    return f"{progress.done} of {progress.total} ({progress.percent:.0f} %)"
+    told = progress.total or progress.status is models.RunStatus.COMPLETED
+    share = f" ({progress.percent:.0f} %)" if told else ""  # of nothing, unless that is all
+    return f"{progress.done} of {progress.total}{share}"
 
 
 def pace(progress: models.Progress) -> str:

@@ -17,6 +17,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "retry": {"error_type": str},
     "update": {"max_in_flight": int, "tolerate": int | float, "priority": int, "deadline": float},
 }
+_LONGEST_REASON = 500
 _MAY_BE_NONE = {"reason", "error_type", "tolerate", "deadline"}
 
 
@@ -75,6 +76,8 @@ def _checked(action: str, options: Mapping[str, Any]) -> dict[str, Any]:
         accepted = int | float if wanted is float else wanted
         if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
             raise failures.Refused(f"{name}={value!r} is not what {action} takes", 400)
+    if len(options.get("reason") or "") > _LONGEST_REASON:
+        raise failures.Refused(f"reason: give at most {_LONGEST_REASON} characters", 400)
     if action == "update" and not options:
         raise failures.Refused(f"update what? give {', '.join(known)}", 400)
     return dict(options)

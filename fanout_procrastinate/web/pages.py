@@ -36,7 +36,7 @@ def _environment() -> jinja2.Environment:
     )
     made.filters |= {
         name: getattr(words, name)
-        for name in ("duration", "moment", "number", "rate", "pretty", "cut", "dotted")
+        for name in ("duration", "moment", "number", "rate", "share", "pretty", "cut", "dotted")
     }
     made.globals["took"] = words.took
     made.globals["RUN_STATUSES"] = [str(one) for one in models.RunStatus]

@@ -8,7 +8,7 @@ from typing import Any
 
 import markupsafe
 
-from fanout_procrastinate import durations
+from fanout_procrastinate import durations, models
 
 _LONGEST_JSON = 100_000
 
@@ -49,6 +49,16 @@ def number(value: float | None) -> str:
 def rate(value: float) -> str:
     """Return items per second."""
     return f"{value:.1f}/s" if value < 100 else f"{value:,.0f}/s"
+
+
+def share(progress: models.Progress) -> float | None:
+    """Return the final items' share in percent; ``None`` for no items at all, unless that is all.
+
+    A run that failed, or was cancelled, before it had any has not done everything.
+    """
+    listing = progress.total is None and not progress.closed
+    told = progress.total or listing or progress.status is models.RunStatus.COMPLETED
+    return progress.percent if told else None
 
 
 def pretty(value: Any) -> str:

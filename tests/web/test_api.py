@@ -244,6 +244,7 @@ IMPOSSIBLE: list[tuple[str, Any, int, str]] = [
     ("update", {"max_in_flight": True}, 400, "max_in_flight"),
     ("update", {"colour": 1}, 400, "no option"),
     ("cancel", {"reason": 7}, 400, "reason"),
+    ("cancel", {"reason": "x" * 501}, 400, "at most 500"),
     ("retry", {"error_type": []}, 400, "error_type"),
     ("retry", [1], 400, "JSON object"),
     ("explode", {}, 404, "no action"),

@@ -2,14 +2,23 @@
 
 from typing import Any
 
+import httpx
 import procrastinate
 import psycopg
 import pytest
 
-from fanout_procrastinate import FanOut, PermanentError, fanout_child, models, store
+from fanout_procrastinate import (
+    FanOut,
+    PermanentError,
+    fanout_child,
+    fanout_manager,
+    models,
+    store,
+    web,
+)
 from fanout_procrastinate.web import reading, words
 from tests import protocol
-from tests.support import opened, work_off
+from tests.support import finished, opened, work_off, working
 from tests.test_plans import Measured
 
 MANY = 100_000
@@ -128,6 +137,31 @@ async def test_figures_are_read_once_for_all_readers(
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert words.duration(seconds) == text
+
+
+async def test_run_that_never_had_items_is_not_all_done(app: procrastinate.App) -> None:
+    @fanout_child(app)
+    async def child(item: int) -> int:
+        return item
+
+    @fanout_manager(app, child=child, max_attempts=1)
+    def broken() -> list[int]:
+        raise PermanentError("no such folder")
+
+    transport = httpx.ASGITransport(web.create_app(app))
+    async with (
+        opened(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        failed, empty = await broken.defer_async(), await child.map_async([])
+        async with working(app):
+            await finished(failed)
+            await finished(empty)
+        page = (await client.get(f"/runs/{failed.id}")).text
+        assert "<small>%</small>" not in page and 'data-percent=""' in page
+        assert "being listed" not in page
+        page = (await client.get(f"/runs/{empty.id}")).text
+        assert "100<small>%</small>" in page and "0 of 0 items" in page
 
 
 def test_long_json_is_cut() -> None:

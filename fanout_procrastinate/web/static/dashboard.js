@@ -167,11 +167,11 @@
     const title = document.querySelector("[data-percent]");
     const region = document.getElementById("announce");
     if (!title || !region) return;
-    const tenth = Math.floor(Number(title.dataset.percent) / 10) * 10;
-    const now = `${title.dataset.status}, ${tenth} percent`;
+    const { status, percent } = title.dataset; // no percent: nothing was listed
+    const now = percent === "" ? status : `${status}, ${Math.floor(percent / 10) * 10} percent`;
     if (now !== told && told !== "") region.textContent = now;
     told = now;
-    document.title = document.title.replace(/^(\d+ % )?/, `${title.dataset.percent} % `);
+    document.title = document.title.replace(/^(\d+ % )?/, percent === "" ? "" : `${percent} % `);
   }
 
   // -- times in the reader's zone
