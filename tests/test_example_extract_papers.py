@@ -207,6 +207,16 @@ def test_papers_are_found_in_order_and_below(tmp_path: Path) -> None:
     ]
 
 
+def test_a_link_to_nothing_is_found_and_its_reason_is_told(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    link, other = tmp_path / "gone.pdf", tmp_path / "other.pdf"
+    link.symlink_to(tmp_path / "nowhere.pdf")
+    other.symlink_to(tmp_path / "folder")
+    assert find_papers(tmp_path) == [link]
+    with pytest.raises(PermanentError, match="the link leads to no file"):
+        extract(link)
+
+
 # The reports
 
 

@@ -69,9 +69,9 @@ def report_run(run: Run) -> None:
 
 
 def find_papers(folder: Path) -> list[Path]:
-    """All PDF files of a folder and the folders below it, in order."""
+    """All PDF files of a folder and the folders below it, in order; links to nothing too."""
     files = (path for path in folder.rglob("*") if path.suffix.lower() == ".pdf")
-    return sorted(path for path in files if path.is_file())
+    return sorted(path for path in files if path.is_file() or not path.exists())
 
 
 def path_to_text(path: Path) -> str:

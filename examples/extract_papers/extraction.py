@@ -86,7 +86,8 @@ def _read_bytes(path: Path) -> bytes:
     try:
         status = path.stat()
     except FileNotFoundError as error:
-        raise PermanentError("the file is no longer there") from error
+        reason = "the link leads to no file" if path.is_symlink() else "the file is no longer there"
+        raise PermanentError(reason) from error
     if not stat.S_ISREG(status.st_mode):
         raise PermanentError("not a regular file")
     if status.st_size > MAX_BYTES:

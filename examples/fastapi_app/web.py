@@ -48,6 +48,8 @@ async def upload(files: Annotated[list[fastapi.UploadFile], fastapi.File()]) -> 
     """Store the files, start a run over them, and go to its page."""
     if len(files) > MOST_FILES:
         raise fastapi.HTTPException(413, f"at most {MOST_FILES} files at a time")
+    if any("\0" in (file.filename or "") for file in files):
+        raise fastapi.HTTPException(400, "a file's name has a NUL character, which no text keeps")
     folder = UPLOADS / uuid.uuid4().hex
     folder.mkdir(parents=True)
     texts = []

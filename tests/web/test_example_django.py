@@ -25,6 +25,16 @@ CREATE_STAFF = (
 )
 
 
+BATCH = '{"name": "%s", "documents": [{"title": "%s", "text": "%s"}]}'
+BROKEN = [
+    *("{", "[]", "{}", '{"name": "x", "documents": 7}', '"x"', b"\xff"),
+    *(BATCH % ("\\u0000", "t", "a"), BATCH % ("n", "\\u0000", "a"), BATCH % ("n", "t", "\\u0000")),
+    *(BATCH % ("\\ud800", "t", "a"), BATCH % ("n", "\\ud800", "a"), BATCH % ("n", "t", "\\ud800")),
+    *(BATCH % ("n" * 201, "t", "a"), BATCH % ("n", "t" * 201, "a")),
+    *("[" * 100_000, '{"name": ' + "[" * 900 + "]" * 900 + ', "documents": []}'),
+]
+
+
 def manage(dsn: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "manage.py", *arguments],
@@ -93,7 +103,7 @@ def test_project(project: str, start: Callable[..., Served]) -> None:
         wait_until(lambda: client.get(path).json()["status"] == "completed", 20.0)
         assert client.get(path).json()["words"] == {f"page {n}": n for n in range(5)}
 
-        for broken in ("{", "[]", "{}", '{"name": "x", "documents": 7}', '"x"', b"\xff"):
+        for broken in BROKEN:
             assert client.post("/batches", content=broken).status_code == 400, broken
 
         refused = client.get("/fanout/")

@@ -40,6 +40,10 @@ def stored(folder: Path) -> int:
     return len(list(folder.rglob("*.txt")))
 
 
+def folders(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
 async def test_upload_run_results(client: httpx.AsyncClient, tmp_path: Path) -> None:
     assert "multipart/form-data" in (await client.get("/")).text
     response = await client.post("/uploads", files=FILES)
@@ -57,6 +61,19 @@ async def test_upload_run_results(client: httpx.AsyncClient, tmp_path: Path) -> 
     }
     assert stored(tmp_path) == 3
     assert (await client.get("/runs/9/results")).status_code == 404
+
+
+async def test_names_that_cannot_be_kept(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """They are refused before anything is stored."""
+    form = {"content-type": "multipart/form-data; boundary=b"}
+    part = b'--b\r\ncontent-disposition: form-data; name="files"; filename="%b.txt"\r\n\r\na\r\n'
+    for name, status in ((b"a\0", 400), (b"\xff", 303), (b"\xed\xa0\x80", 303), (b"x" * 3000, 303)):
+        before = folders(tmp_path)
+        body = part % b"one" + part % name + b"--b--\r\n"
+        response = await client.post("/uploads", content=body, headers=form)
+        assert response.status_code == status, (name[:9], response.text)
+        assert folders(tmp_path) == before + (status == 303)
+    assert (await client.get(f"/runs/{2**70}/results")).status_code == 404
 
 
 async def test_anybody_reads_nobody_controls(client: httpx.AsyncClient) -> None:

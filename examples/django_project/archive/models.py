@@ -2,11 +2,13 @@
 
 from django.db import models
 
+LONGEST_NAME = 200
+
 
 class Batch(models.Model):
     """Documents that came together."""
 
-    name = models.CharField(max_length=200)
+    name = models.CharField(max_length=LONGEST_NAME)
     run_id = models.BigIntegerField(null=True)
 
 
@@ -14,7 +16,7 @@ class Document(models.Model):
     """A text, and how many words it has, once counted."""
 
     batch = models.ForeignKey(Batch, on_delete=models.CASCADE, related_name="documents")
-    title = models.CharField(max_length=200)
+    title = models.CharField(max_length=LONGEST_NAME)
     text = models.TextField()
     words = models.IntegerField(null=True)
 

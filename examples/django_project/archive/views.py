@@ -11,10 +11,13 @@ from procrastinate.contrib.django import app
 
 from fanout_procrastinate import FanOut
 
-from .models import Batch, Document
+from .models import LONGEST_NAME, Batch, Document
 from .tasks import count_batch
 
-FORM = 'give {"name": "...", "documents": [{"title": "...", "text": "..."}]}'
+FORM = (
+    'give {"name": "...", "documents": [{"title": "...", "text": "..."}]}, name and titles of at '
+    f"most {LONGEST_NAME} characters, and no text with a NUL or half a surrogate pair"
+)
 
 
 @csrf_exempt  # for programs; it takes no session
@@ -23,9 +26,11 @@ def batches(request: HttpRequest) -> JsonResponse:
     """Add a batch and start its run, in one transaction: both are there, or neither is."""
     try:
         given = json.loads(request.body)
-        name = str(given["name"])
-        texts = [(str(one["title"]), str(one["text"])) for one in given["documents"]]
-    except (ValueError, LookupError, TypeError):
+        name = _text(given["name"], LONGEST_NAME)
+        texts = [
+            (_text(one["title"], LONGEST_NAME), _text(one["text"])) for one in given["documents"]
+        ]
+    except (ValueError, LookupError, TypeError, RecursionError):
         return JsonResponse({"error": FORM}, status=400)
     batch = Batch.objects.create(name=name)
     run = count_batch.defer(batch_id=batch.pk)
@@ -38,6 +43,15 @@ def batches(request: HttpRequest) -> JsonResponse:
         transaction.set_rollback(True)  # the batch, and the run
         return JsonResponse({"error": "a title stands twice"}, status=409)
     return JsonResponse({"batch": batch.pk, "run": str(run.id)}, status=201)
+
+
+def _text(given: object, most: int | None = None) -> str:
+    """Return what the database can keep; a `ValueError` where it could not."""
+    text = str(given)
+    text.encode()
+    if "\0" in text or (most is not None and len(text) > most):
+        raise ValueError(text)
+    return text
 
 
 def batch(request: HttpRequest, batch_id: int) -> JsonResponse:
