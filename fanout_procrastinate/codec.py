@@ -22,7 +22,9 @@ _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (sanitise.MAX_DIGITS + 1))
 _MAX_REASON_CHARS = 300
 _MAX_PROBLEMS = 3
 # What surely comes back from JSON as it went.
-_PLAIN: tuple[Any, ...] = (Any, str, int, float, bool, dict, list, type(None))
+_PLAIN: tuple[Any, ...] = (str, int, float, bool, type(None))
+# What says nothing of its contents.
+_OPEN: tuple[Any, ...] = (Any, dict, list)
 
 
 class Codec:
@@ -83,7 +85,9 @@ class Codec:
         fault = self._fault(data, valid)
         if fault is not None:
             raise errors.InvalidValue(f"{self.name}: it contains {fault}; remove or replace it")
-        if self.annotation not in _PLAIN:
+        if self.annotation in _OPEN:
+            self._check_contents(valid, data)
+        elif self.annotation not in _PLAIN:
             self._check_return(valid, data)
         return data.decode()
 
@@ -125,6 +129,18 @@ class Codec:
         # Through text, for a strict type takes "2024-05-01" for a date from JSON alone.
         return self.load(pydantic_core.to_json(value))
 
+    def _check_contents(self, valid: Any, data: bytes) -> None:
+        """Refuse contents that no annotation says how to read back."""
+        back, same = pydantic_core.from_json(data), True
+        with contextlib.suppress(Exception):  # comparing runs code of the user's
+            same = valid == back or _same(self._plain(back), self._plain(valid))
+        if not same:
+            raise errors.InvalidValue(
+                f"{self.name}: it comes back from JSON as something else (a set, a date, bytes, a "
+                "key that is no str); annotate the child's item with the types that it has, such "
+                "as dict[int, str], or list plain JSON types"
+            )
+
     def _check_return(self, valid: Any, data: bytes) -> None:
         """Refuse an item that a child would get otherwise than it was listed, or not at all."""
         try:
@@ -139,12 +155,17 @@ class Codec:
             same = _same(self._plain(back), self._plain(valid))
         if not same:
             raise errors.InvalidValue(
-                f"{self.name}: it comes back from JSON as something else (a masked secret, or a "
-                "validator that changes its own output); give the child a reference instead"
+                f"{self.name}: it comes back from JSON as something else (what its annotation does "
+                "not name, such as a date under Any or the fields of a subclass; a masked secret; "
+                "a validator that changes its own output); annotate what it is, or give the child "
+                "a reference instead"
             )
 
     def _plain(self, valid: Any) -> Any:
-        return self._adapter.dump_python(valid, round_trip=True, warnings="none")
+        # By what it is and not by the annotation, which may be a base class with fewer fields.
+        return self._adapter.dump_python(
+            valid, round_trip=True, warnings="none", serialize_as_any=True
+        )
 
     def _validate_result(self, value: Any) -> tuple[Any, bool]:
         """Return the valid result, and whether its text had to be cleaned to become valid."""
