@@ -8,6 +8,18 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+EARLIEST = datetime.datetime(1, 1, 2, tzinfo=datetime.UTC)
+LATEST = datetime.datetime(9999, 12, 30, tzinfo=datetime.UTC)
+"""A day within what Python can hold: they can be shown in any time zone."""
+
+
+def moment(text: str) -> datetime.datetime:
+    """Return a time of the database's; one that Python cannot hold becomes the nearest it can."""
+    try:
+        return min(max(datetime.datetime.fromisoformat(text), EARLIEST), LATEST)
+    except ValueError:  # a year of five digits, a year before 1, an infinity
+        return EARLIEST if text.startswith("-") or text.endswith("BC") else LATEST
+
 
 class RunStatus(enum.StrEnum):
     """Name the states of a run."""
@@ -132,7 +144,7 @@ class Progress:
         values["status"] = RunStatus(data["status"])
         for name, value in values.items():
             if name.endswith("_at") or name == "deadline":
-                values[name] = None if value is None else datetime.datetime.fromisoformat(value)
+                values[name] = None if value is None else moment(value)
         values["callbacks"] = dict(data.get("callbacks") or {})
         values["rate"] = float(data.get("rate") or 0.0)
         return cls(**values)
@@ -380,7 +392,7 @@ class LimitUse:
         names = ("run_id", "slot", "position", "key", "lane")
         return cls(
             label=data["label"],
-            since=datetime.datetime.fromisoformat(data["since"]),
+            since=moment(data["since"]),
             **{name: data.get(name) for name in names},
         )
 
@@ -443,7 +455,7 @@ class LimitState:
         values = dict(data)
         for name in ("paused_until", "next_start"):
             if values[name] is not None:
-                values[name] = datetime.datetime.fromisoformat(values[name])
+                values[name] = moment(values[name])
         for name in ("holders", "waiting"):
             values[name] = tuple(map(LimitUse.from_json, values[name]))
         values["wanting"] = tuple(LimitWant(**one) for one in values["wanting"])

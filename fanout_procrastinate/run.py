@@ -30,6 +30,7 @@ T = TypeVar("T")
 _FIRST_POLL_SECONDS = 0.1
 _LONGEST_POLL_SECONDS = 2.0
 _PAGE = 500
+_FURTHEST = datetime.timedelta(days=365_000)
 
 UPDATE_OPTIONS = ("max_in_flight", "tolerate", "deadline", "priority")
 START_OPTIONS = (
@@ -533,26 +534,38 @@ def tolerance_columns(value: int | float | None) -> dict[str, Any]:
 
 
 def moment(value: Any, name: str) -> datetime.datetime:
-    """Return a time: an aware datetime, or one that is so far from now.
+    """Return a time in UTC: of an aware datetime, or one that is so far from now.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: it is neither, or further away than can be stored and read.
     """
     if isinstance(value, datetime.datetime):
-        if value.utcoffset() is None:
-            raise errors.ConfigurationError(
-                f"{name}={value!r} has no time zone; use datetime.now(tz=...)"
-            )
-        return value
+        return _in_utc(value, name)
+    given = value
     try:
         if isinstance(value, Mapping):
             value = datetime.timedelta(**value)
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = datetime.timedelta(seconds=value)
-        return datetime.datetime.now(tz=datetime.UTC) + value  # type: ignore[no-any-return]
+        if abs(value) < _FURTHEST:
+            return datetime.datetime.now(tz=datetime.UTC) + value  # type: ignore[no-any-return]
     except (TypeError, ValueError, OverflowError) as exc:
         raise errors.ConfigurationError(
-            f"{name}={value!r}: give an aware datetime, a timedelta, or seconds from now"
+            f"{name}={given!r}: give an aware datetime, a timedelta, or seconds from now"
+        ) from exc
+    raise errors.ConfigurationError(f"{name}={given!r}: give a time within 1,000 years from now")
+
+
+def _in_utc(value: datetime.datetime, name: str) -> datetime.datetime:
+    if value.utcoffset() is None:
+        raise errors.ConfigurationError(
+            f"{name}={value!r} has no time zone; use datetime.now(tz=...)"
+        )
+    try:
+        return value.astimezone(datetime.UTC)
+    except OverflowError as exc:
+        raise errors.ConfigurationError(
+            f"{name}={value!r}: give a time of the years 1 to 9999 in UTC"
         ) from exc
 
 

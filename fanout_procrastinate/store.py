@@ -39,7 +39,7 @@ def _json(text: str | None) -> Any:
 
 
 def _time(text: str | None) -> datetime.datetime | None:
-    return None if text is None else datetime.datetime.fromisoformat(text)
+    return None if text is None else models.moment(text)
 
 
 # -- starting, staging

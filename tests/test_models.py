@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from fanout_procrastinate import ErrorGroup, Item, ItemStatus, Progress, RunStatus, SweepReport
+from fanout_procrastinate import (
+    ErrorGroup,
+    Item,
+    ItemStatus,
+    Progress,
+    RunStatus,
+    SweepReport,
+    models,
+)
 
 NOW = datetime.datetime(2026, 5, 4, 12, 0, tzinfo=datetime.UTC)
 
@@ -47,6 +55,14 @@ def test_progress_is_read_from_json() -> None:
     assert (one.status, one.created_at, one.deadline) == (RunStatus.PROCESSING, NOW, NOW)
     assert one.scheduled_at is None and one.callbacks == {}
     assert progress(callbacks=None, rate=None).rate == 0.0
+
+
+@pytest.mark.parametrize("hours", [-23, 23])
+@pytest.mark.parametrize("text", ["9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00"])
+def test_times_can_be_shown_in_any_zone(text: str, hours: int) -> None:
+    zone = datetime.timezone(datetime.timedelta(hours=hours))
+    assert models.moment(text).astimezone(zone)
+    assert models.moment("2026-05-04T12:00:00+00:00") == NOW
 
 
 def test_figures() -> None:

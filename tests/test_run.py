@@ -28,6 +28,7 @@ from fanout_procrastinate import (
     WaitTimeout,
     fanout_child,
     fanout_manager,
+    models,
     starting,
 )
 from fanout_procrastinate import run as run_module
@@ -623,6 +624,58 @@ def test_moment() -> None:
     for value in (True, "soon", datetime.datetime(2026, 1, 1), None, float("inf"), {"a": 1}, 1e20):
         with pytest.raises(ConfigurationError, match="at="):
             moment(value, "at")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("9999-12-31T23:59:59-14:00", "years 1 to 9999"),
+        ("0001-01-01T00:00:00+14:00", "years 1 to 9999"),
+        (datetime.timedelta(days=366_000), "within 1,000 years"),
+        ({"days": -366_000}, "within 1,000 years"),
+        (251_000_000_000, "within 1,000 years"),
+        (-70_000_000_000, "within 1,000 years"),
+    ],
+)
+async def test_times_that_could_not_be_read_again_are_refused(
+    app: procrastinate.App, value: Any, words: str
+) -> None:
+    if isinstance(value, str):
+        value = datetime.datetime.fromisoformat(value)
+    with pytest.raises(ConfigurationError, match=f"at=.*{words}"):
+        moment(value, "at")
+    async with opened(app):
+        run = await declare(app).configure(deadline=600).defer_async(items=[0])
+        before = (await run.progress_async()).deadline
+        with pytest.raises(ConfigurationError, match=f"deadline=.*{words}"):
+            await run.update_async(deadline=value)
+        assert (await run.progress_async()).deadline == before
+
+
+def test_the_last_times_that_are_taken() -> None:
+    for text in ("9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00"):
+        assert moment(datetime.datetime.fromisoformat(text), "at").isoformat() == text
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        ("10000-01-01T13:59:59+00:00", models.LATEST),
+        ("0044-03-15T12:00:00+00:00 BC", models.EARLIEST),
+        ("infinity", models.LATEST),
+        ("-infinity", models.EARLIEST),
+    ],
+)
+async def test_times_that_python_cannot_hold_do_not_stop_the_reading(
+    app: procrastinate.App, conn: Conn, stored: str, read: datetime.datetime
+) -> None:
+    async with opened(app):
+        run = await declare(app).defer_async(items=[0])
+        conn.execute("UPDATE fanout_runs SET deadline = %s, scheduled_at = %s", [stored, stored])
+        progress = await run.progress_async()
+        assert progress.deadline == progress.scheduled_at == read
+        (listed,) = await FanOut.of(app).runs_async()
+        assert listed.deadline == read and listed.as_dict()["deadline"] == read.isoformat()
 
 
 async def test_values_that_cannot_work(app: procrastinate.App) -> None:
