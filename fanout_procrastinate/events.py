@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fanout_procrastinate import database, errors, hub, models, store, subscriptions, telling
@@ -49,6 +49,7 @@ class Events:
     Args:
         connect: opens a connection of the library's own.
         listening: the process's hub.
+        before_sync: called where a ``for`` is about to wait; it raises where that may not be.
 
     Example:
         >>> with FanOut.of(app).events.subscribe(kinds={"log"}) as lines:  # doctest: +SKIP
@@ -56,9 +57,15 @@ class Events:
         ...         print(line.run_id, line.data)
     """
 
-    def __init__(self, connect: database.Connect, listening: hub.Hub) -> None:
+    def __init__(
+        self,
+        connect: database.Connect,
+        listening: hub.Hub,
+        before_sync: Callable[[], None] = lambda: None,
+    ) -> None:
         self._connect = connect
         self._hub = listening
+        self._before_sync = before_sync
         self._changed = threading.Condition()
         self._subscribers: weakref.WeakSet[subscriptions.Subscription] = weakref.WeakSet()
         self._runs: dict[int, _Watched] = {}
@@ -92,7 +99,11 @@ class Events:
             ConfigurationError: there is no such kind, or a value cannot work.
         """
         made = subscriptions.Subscription(
-            run_id, kinds=kinds, limit=limit, until_closed=until_closed
+            run_id,
+            kinds=kinds,
+            limit=limit,
+            until_closed=until_closed,
+            before_sync=self._before_sync,
         )
         if made.ended:  # no run can have this id: it would fail the reading of all others
             return made

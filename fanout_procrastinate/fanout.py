@@ -94,7 +94,10 @@ class FanOut(limit_control.LimitControl):
         self.connect: database.Connect = self.settings.connection_factory or host.connect_as(app)
         self.host = host.Host(app, self.connect)
         self.hub = hub.Hub(self.connect)
-        self.events = events.Events(self.connect, self.hub)
+        loop_remedy = "iterate over these events with async for instead"
+        self.events = events.Events(
+            self.connect, self.hub, lambda: self.host.refuse_in_loop(loop_remedy)
+        )
         self.own_permits = permits.OwnPermits(self.connect, self.hub, lease=self.settings.lease)
         self._access = run.Access(
             host=self.host, hub=self.hub, events=self.events, result_codec=self._result_codec

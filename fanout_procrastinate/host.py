@@ -138,12 +138,19 @@ class Host:
     def _sync_connector(self) -> Any:
         found = self.app.connector.get_sync_connector()
         _check_database(found)
-        if isinstance(found, procrastinate.PsycopgConnector) and in_a_loop():
-            raise errors.ConfigurationError(
-                "an event loop runs in this thread and the app is open for it: await the _async "
-                "twin of this call instead"
-            )
+        self.refuse_in_loop("await the _async twin of this call instead")
         return found
+
+    def refuse_in_loop(self, remedy: str) -> None:
+        """Refuse to block the event loop that the app is open for.
+
+        Raises:
+            ConfigurationError: it runs in this thread.
+        """
+        if is_open(self.app.connector) and in_a_loop():
+            raise errors.ConfigurationError(
+                f"an event loop runs in this thread and the app is open for it: {remedy}"
+            )
 
     def _run_on(self, connection: Any, call: store.Call[T]) -> T:
         _check_connection(self.app.connector, connection)
@@ -254,6 +261,7 @@ def connect_as(app: procrastinate.App) -> database.Connect:
 
 
 def _connection_settings(connector: Any) -> tuple[str, dict[str, Any]]:
+    _check_database(connector)
     if _shares_transactions(connector):
         # Django's: as its own connections are opened, less what concerns these alone.
         given = dict(connector.connection.get_connection_params())

@@ -10,7 +10,7 @@ import datetime
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -110,12 +110,14 @@ class Subscription:
         kinds: Iterable[str] | None = None,
         limit: int = LIMIT,
         until_closed: bool = False,
+        before_sync: Callable[[], None] = lambda: None,
     ) -> None:
         self.run_id = run_id
         self.kinds = _checked_kinds(kinds)
         self.seen: collections.OrderedDict[int, Seen] = collections.OrderedDict()
         self._limit = check_limit(limit)
         self._until_closed = until_closed
+        self._before_sync = before_sync
         self._lock = threading.Condition()
         self._numbers = 0
         self._progress: dict[int, tuple[int, Event]] = {}
@@ -216,6 +218,7 @@ class Subscription:
         return self
 
     def __next__(self) -> Event:
+        self._before_sync()
         event = self.get()
         if event is None:
             raise StopIteration

@@ -307,6 +307,25 @@ def test_snapshot_first_and_the_end_of_a_closed_run(
         assert [event.kind for event in run.events({"closed"})] == ["closed"]
 
 
+async def test_sync_loop_over_events_in_the_apps_own_loop_is_refused(
+    fanout: FanOut, own: database.Database
+) -> None:
+    """It would stop the loop in which the events are made."""
+    run_id = sealed(own, "1")
+    async with fanout.app.open_async():
+        run = await fanout.get_run_async(run_id)
+        with pytest.raises(ConfigurationError, match=r"loop runs in this thread.*async for"):
+            next(iter(run.events()))
+        with fanout.events.subscribe() as everything:
+            with pytest.raises(ConfigurationError, match="async for"):
+                list(everything)
+            everything.get(0)  # does not wait
+        elsewhere = await asyncio.to_thread(lambda: next(iter(run.events())))
+        assert elsewhere.kind == "progress"
+    with fanout.app.open():  # as in a notebook, whose loop does nothing for the app
+        assert next(iter(run.events())).kind == "progress"
+
+
 def test_closed_between_subscription_and_snapshot(
     fanout: FanOut, own: database.Database, conn: Conn
 ) -> None:

@@ -174,8 +174,8 @@ def test_users_may_set_keepalives_of_their_own(dsn: str) -> None:
 
 
 def test_connector_that_does_not_tell_is_refused_with_a_remedy() -> None:
-    connect = host.connect_as(connector_app(procrastinate.testing.InMemoryConnector()))
-    with pytest.raises(ConfigurationError, match=r"InMemoryConnector.*connection_factory="):
+    connect = host.connect_as(connector_app(Odd()))
+    with pytest.raises(ConfigurationError, match=r"Odd does not tell.*connection_factory="):
         connect()
 
 

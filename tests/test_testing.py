@@ -14,6 +14,7 @@ import pytest
 
 from fanout_procrastinate import (
     Backoff,
+    ConfigurationError,
     FanOut,
     InvalidItem,
     ItemContext,
@@ -194,6 +195,14 @@ async def test_drain_async_that_takes_too_long(app: procrastinate.App, conn: Con
 async def test_drain_in_a_loop_names_its_twin(app: procrastinate.App) -> None:
     with pytest.raises(RuntimeError, match="await drain_async"):
         drain(app)
+
+
+def test_without_a_database_the_remedy_is_run_inline() -> None:
+    app = procrastinate.App(connector=procrastinate.testing.InMemoryConnector())
+    fanout = FanOut(app)
+    for call in (lambda: drain(app), fanout.sweep, fanout.audit, fanout.apply_schema):
+        with pytest.raises(ConfigurationError, match=r"testing\.run_inline, which needs"):
+            call()
 
 
 # -- run_inline
