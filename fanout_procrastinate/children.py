@@ -43,13 +43,11 @@ class Child(Generic[P, R]):
         functools.update_wrapper(self, function)  # first: it copies the function's attributes
         self.function = function
         self.options = options
-        self.name = registration.name_of(function, options.name)
         self.queue = options.queue
         self._namespace = namespace
-        self.address = (
-            isolation.Address.of(function, self.name, namespace) if options.isolate else None
-        )
-        self.task = registration.register(app, self._job(), self, options, options.queue)
+        name = registration.name_of(function, options.name)
+        self.address = isolation.Address.of(function, name, namespace) if options.isolate else None
+        self.task = registration.register(app, self._job(), self, name, options, options.queue)
         registration.settle(self.task.blueprint)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,6 +55,12 @@ class Child(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<child {self.task.name}>"
+
+    @property
+    def name(self) -> str:
+        """Return its task's name, with the namespace of its blueprint once that is in an app."""
+        name: str = self.task.name
+        return name
 
     @functools.cached_property
     def item_codec(self) -> codec.Codec:
@@ -89,10 +93,16 @@ class Child(Generic[P, R]):
                 ``weight``.
 
         Raises:
+            InvalidValue: this is no iterable, or an async one, which `map_async` takes.
             InvalidItem: an item does not fit the child.
             RunKeyConflict: as for `Manager.configure`.
         """
-        _check_iterable(items)
+        _check_iterable(items, "map")
+        if not staging.is_iterable(items):
+            raise errors.InvalidValue(
+                f"map takes no async iterable such as this {type(items).__name__}; await "
+                "map_async instead"
+            )
         plan = self._plan(options)
         started = plan.owner.host.run(plan.start_call())
         found = plan.owner.started(started, plan.name, plan.run_key)
@@ -109,7 +119,7 @@ class Child(Generic[P, R]):
         **options: Unpack[starting.MapOptions],
     ) -> run.Run:
         """Start a run straight from a list, iterable or async iterable; otherwise like `map`."""
-        _check_iterable(items)
+        _check_iterable(items, "map_async")
         plan = self._plan(options)
         started = await plan.owner.host.run_async(plan.start_call())
         found = plan.owner.started(started, plan.name, plan.run_key)
@@ -162,12 +172,12 @@ class Child(Generic[P, R]):
         """Return what a run stores of its child.
 
         Raises:
-            ConfigurationError: an annotation cannot be resolved. They are resolved late, but not
-                later than at the trigger.
+            ConfigurationError: an annotation cannot be resolved, or the task's name became too
+                long. They are resolved late, but not later than at the trigger.
         """
         _ = self.item_codec, self.result_codec
         return {
-            "child_task": self.task.name,
+            "child_task": registration.stored_name(self.task),
             "child_queue": self.queue,
             "child_priority": self.options.priority,
             "max_crashes": self.options.max_crashes,
@@ -211,8 +221,9 @@ def not_a_start(name: str) -> errors.ConfigurationError:
     )
 
 
-def _check_iterable(items: Any) -> None:
-    if isinstance(items, str | bytes) or not isinstance(items, Iterable | AsyncIterable):
+def _check_iterable(items: Any, call: str) -> None:
+    listed = isinstance(items, AsyncIterable) or staging.is_iterable(items)
+    if isinstance(items, str | bytes) or not listed:
         raise errors.InvalidValue(
-            f"map takes an iterable of items, not a {type(items).__name__}; give a list"
+            f"{call} takes an iterable of items, not a {type(items).__name__}; give a list"
         )

@@ -95,10 +95,9 @@ class ItemContext:
         Raises:
             ValueError: it is not.
         """
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"progress({fraction!r}): give a fraction from 0 to 1")
+        checked = checked_fraction(fraction)
         if self._hints is not None:
-            self._hints.progress(self.run_id, self.position, float(fraction))
+            self._hints.progress(self.run_id, self.position, checked)
 
     async def progress_async(self, fraction: float) -> None:
         """Show how far this item is; otherwise like `progress`, which does not block either."""
@@ -158,3 +157,18 @@ class ItemContext:
 
     def _told(self, verdict: str) -> None:
         self._stopping = True
+
+
+def checked_fraction(fraction: Any) -> float:
+    """Return how far an item is, if that is a number from 0 to 1.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        fits = bool(0.0 <= fraction <= 1.0)
+    except (TypeError, ValueError):  # it does not compare with numbers
+        fits = False
+    if not fits:
+        raise ValueError(f"progress({fraction!r}): give a fraction from 0 to 1")
+    return float(fraction)

@@ -170,9 +170,7 @@ class Context(context.ItemContext):
 
     def progress(self, fraction: float) -> None:
         """Show how far this item is; see `ItemContext.progress`."""
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"progress({fraction!r}): give a fraction from 0 to 1")
-        self._line.ask("progress", fraction=float(fraction))
+        self._line.ask("progress", fraction=context.checked_fraction(fraction))
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -256,13 +254,18 @@ def find(request: processes.Message) -> children.Child[..., Any]:
         module = _load_main(*main) if name == "__main__" and main else importlib.import_module(name)
         for value in (*vars(module).values(), _attribute(module, address.qualname)):
             # Not isinstance, which would wake up lazy objects.
-            if issubclass(type(value), children.Child) and value.name in names:
+            if issubclass(type(value), children.Child) and _declared_name(value) in names:
                 found: children.Child[..., Any] = value
                 return found
     raise errors.ConfigurationError(
         f"the child {address.name} is not to be found in {address.declared_in}; keep what "
         "fanout_child returns under a name of that module"
     )
+
+
+def _declared_name(value: children.Child[..., Any]) -> str | None:
+    """Return the name that an isolated child was declared with, whatever its namespace."""
+    return None if value.address is None else value.address.name
 
 
 def _attribute(module: types.ModuleType, qualname: str) -> Any:

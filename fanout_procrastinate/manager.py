@@ -146,7 +146,7 @@ class Listing:
 
         def stage() -> Any:
             listed = self.function(**self.claim.args)
-            if not hasattr(listed, "__iter__"):
+            if not staging.is_iterable(listed):
                 return listed
             for chunk in self.packer.chunks(_items(listed)):
                 if stopped:
@@ -241,7 +241,7 @@ async def _items_async(listed: Any) -> AsyncGenerator[Any, None]:
         async with staging.closed_at_the_end(aiter(listed)) as items:
             async for value in items:
                 yield value
-    elif hasattr(listed, "__iter__"):
+    elif staging.is_iterable(listed):
         for value in _items(listed):
             yield value
     else:

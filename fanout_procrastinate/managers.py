@@ -67,10 +67,10 @@ class Manager(Generic[P, R]):
         self.child = one
         self.item_key = item_key
         self.options = options
-        self.name = registration.name_of(function, options.name)
         self.queue = options.queue or one.queue
         self._callbacks: list[tuple[str, Any]] = []
-        self.task = registration.register(app, self._job(), self, options, self.queue)
+        name = registration.name_of(function, options.name)
+        self.task = registration.register(app, self._job(), self, name, options, self.queue)
         registration.settle(self.task.blueprint)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,6 +78,12 @@ class Manager(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<manager {self.task.name}>"
+
+    @property
+    def name(self) -> str:
+        """Return its task's name, with the namespace of its blueprint once that is in an app."""
+        name: str = self.task.name
+        return name
 
     def defer(self, /, *positional: P.args, **args: P.kwargs) -> run.Run:
         """Start a run and return at once.
@@ -124,7 +130,7 @@ class Manager(Generic[P, R]):
         columns = {
             **self.child.columns(),
             **starting.manager_columns(self.options),
-            "manager_task": self.task.name,
+            "manager_task": registration.stored_name(self.task),
             "manager_queue": self.queue,
             "callbacks": self.callback_columns(),
         }
@@ -161,9 +167,18 @@ class Manager(Generic[P, R]):
         return self._decorated("failure", function, options)
 
     def callback_columns(self) -> list[dict[str, Any]]:
-        """Return the declared callbacks as a run stores them."""
+        """Return the declared callbacks as a run stores them.
+
+        Raises:
+            ConfigurationError: the name of one became too long.
+        """
         return [
-            {"task": task.name, "on": on, "queue": task.queue, "priority": task.priority}
+            {
+                "task": registration.stored_name(task),
+                "on": on,
+                "queue": task.queue,
+                "priority": task.priority,
+            }
             for on, task in self._callbacks
         ]
 

@@ -63,11 +63,29 @@ def name_of(function: Callable[..., Any], name: str | None) -> str:
     return settings.check_task_name(name)
 
 
-def register(app: Target, job: Callable[..., Any], declared: Any, options: Any, queue: str) -> Any:
+def stored_name(task: procrastinate.tasks.Task[..., Any, ...]) -> str:
+    """Return a task's name as its jobs carry it, with the namespace that its blueprint was given.
+
+    Raises:
+        ConfigurationError: with its namespace it is longer than the host can store.
+    """
+    name: str = task.name
+    if len(name) > settings.MAX_TASK_NAME_CHARS:
+        raise errors.ConfigurationError(
+            f"task name {name!r} has {len(name)} characters with its namespace; shorten its name= "
+            "or the namespace= of app.add_tasks_from(), so that both have at most "
+            f"{settings.MAX_TASK_NAME_CHARS}"
+        )
+    return settings.check_task_name(name)
+
+
+def register(
+    app: Target, job: Callable[..., Any], declared: Any, name: str, options: Any, queue: str
+) -> Any:
     """Register a job of ours as a task of the host's, and remember what declared it."""
     job.fanout_declared = declared  # type: ignore[attr-defined]
     return app.task(
-        name=declared.name,
+        name=name,
         aliases=list(options.aliases),
         queue=queue,
         priority=options.priority,

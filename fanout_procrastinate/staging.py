@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from fanout_procrastinate import codec, errors, limits, sanitise
@@ -127,6 +127,17 @@ class Packer:
                 key=key,
             )
         return key
+
+
+def is_iterable(value: Any) -> bool:
+    """Return whether ``iter`` takes it: also what has only items by number, ``__getitem__``."""
+    if isinstance(value, Iterable):
+        return True
+    try:
+        iter(value)  # without `__iter__` this calls nothing of the user's
+    except TypeError:
+        return False
+    return True
 
 
 @contextlib.asynccontextmanager

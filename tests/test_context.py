@@ -1,7 +1,10 @@
 """What a child is told about its item, and whether it is still its own."""
 
 import asyncio
+import decimal
+import fractions
 import logging
+import re
 from typing import Any
 
 import procrastinate
@@ -25,6 +28,20 @@ async def test_without_a_database() -> None:
     assert (one.run_id, one.position, one.key, one.attempt) == (7, 3, "k", 2)
     assert one.run_args == {"folder": "papers"}
     assert one.still_mine() and await one.still_mine_async() and not one.should_stop()
+
+
+@pytest.mark.parametrize("fraction", ["0.5", None, 1.1, -0.1, float("nan"), 1j])
+async def test_progress_that_is_no_fraction(fraction: Any) -> None:
+    one, words = (
+        context(),
+        rf"^progress\({re.escape(repr(fraction))}\): give a fraction from 0 to 1$",
+    )
+    with pytest.raises(ValueError, match=words):
+        one.progress(fraction)
+    with pytest.raises(ValueError, match=words):
+        await one.progress_async(fraction)
+    for good in (0, 0.5, True, fractions.Fraction(1, 3), decimal.Decimal(1)):
+        one.progress(good)  # type: ignore[arg-type]
 
 
 async def test_log_lines_carry_the_ids(caplog: pytest.LogCaptureFixture) -> None:

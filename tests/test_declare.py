@@ -1,6 +1,7 @@
 """The decorators: what they refuse and say, what they register, and what they leave callable."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import re
@@ -29,6 +30,8 @@ from fanout_procrastinate import (
 )
 from fanout_procrastinate.fanout import SWEEP_TASK
 from tests.support import counts, finished, jobs, opened, serving, unconnected, work_off, working
+
+EAST, WEST = (datetime.timezone(datetime.timedelta(hours=hours)) for hours in (14, -14))
 
 
 @pytest.fixture
@@ -156,6 +159,30 @@ def test_blueprint_without_an_app_cannot_start_runs() -> None:
     for start in (lambda: manager.defer(n=1), lambda: child.map([1])):
         with pytest.raises(ConfigurationError, match="add_tasks_from"):
             start()
+
+
+@pytest.mark.parametrize("long", ["child", "lister", "done"])
+def test_name_that_a_namespace_makes_too_long_is_refused_before_the_start(
+    app: procrastinate.App, conn: psycopg.Connection[Any], long: str
+) -> None:
+    """No job could be stored under it: the run would never go on, or lose its callback."""
+    blueprint = procrastinate.Blueprint()
+    names = {name: name for name in ("child", "lister", "done")} | {long: "n" * 121}
+    child = fanout_child(blueprint, name=names["child"])(work)
+    manager = fanout_manager(blueprint, child=child, name=names["lister"])(listing)
+
+    @manager.on_complete(name=names["done"])
+    def done(run: Run) -> None: ...
+
+    app.add_tasks_from(blueprint, namespace="papers_")
+    words = r"has 129 characters with its namespace; shorten its name= or the namespace="
+    with app.open():
+        with pytest.raises(ConfigurationError, match=words):
+            manager.defer(n=1)
+        if long == "child":
+            with pytest.raises(ConfigurationError, match=words):
+                child.map([1])
+    assert conn.execute("SELECT id FROM fanout_runs").fetchall() == []
 
 
 def test_function_without_a_name_needs_one(far: procrastinate.App) -> None:
@@ -368,12 +395,18 @@ async def test_blueprint_works_in_an_app(
         progress = await finished(run)
         assert counts(progress) == {"succeeded": 3, "total": 3}
         prefix = f"{namespace}:" if namespace else ""
-        assert progress.name == f"{prefix}lister"
+        assert progress.name == f"{prefix}lister" == manager.name
+        assert manager.child.name == f"{prefix}lister_child"
+        fanout = FanOut.of(app)
+        assert [one.run_id for one in await fanout.runs_async(name=manager.name)] == [run.id]
+        keyed = await manager.configure(run_key="k").defer_async(n=0)
+        assert await fanout.find_run_async(manager.name, "k") == keyed
+        await finished(keyed)
         assert dict(progress.callbacks) == {f"{prefix}done": "done"}
         mapped = await manager.child.map_async([7, 8])
         await mapped.wait_async(timeout=10)
         assert [result async for result in mapped.results()] == [7, 8]
-    assert called == [run.id]
+    assert called == [run.id, keyed.id]
 
 
 async def test_settings_are_those_of_the_app_at_work(app: procrastinate.App) -> None:
@@ -472,6 +505,9 @@ async def test_positional_arguments_are_refused_by_async_starts_too(
         ({"schedule_in": 1e30}, "aware datetime"),
         ({"schedule_in": float("nan")}, "aware datetime"),
         ({"deadline": "soon"}, "aware datetime"),
+        ({"deadline": datetime.datetime.max.replace(tzinfo=WEST)}, "years 1 to 9999"),
+        ({"schedule_at": datetime.datetime.min.replace(tzinfo=EAST)}, "years 1 to 9999"),
+        ({"deadline": 251_000_000_000}, "within 1,000 years"),
         ({"queue": "a.b"}, "letters, digits"),
         ({"priority": 2**31}, "priority"),
         ({"max_in_flight": 0}, "max_in_flight"),

@@ -699,6 +699,24 @@ class TestOtherSide:
                 assert (end["end"]["outcome"], end["reusable"]) == ("succeeded", True)
         assert limits.in_use.get() is None, "nothing of an item is left behind"
 
+    def test_a_child_with_a_namespace_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The process may give it another one, or none: it goes by the name as declared."""
+        module, blueprint = types.ModuleType("spaced"), procrastinate.Blueprint()
+        child: Any = fanout_child(blueprint, name="long ago", isolate=True)(_messages)
+        module.child = child  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "spaced", module)
+        unconnected().add_tasks_from(blueprint, namespace="papers")
+        address = dataclasses.asdict(child.address) | {"declared_in": "spaced"}
+        assert (child.name, address["name"]) == ("papers:long ago", "long ago")
+        assert isolated_side.find({"django": False, "address": address}) is child
+
+    def test_progress_that_is_no_fraction(self, ends: Any) -> None:
+        facts = {"run_id": 1, "position": 0, "key": None, "attempt": 1, "run_args": {}}
+        context: Any = isolated_side.Context(ends[0], **facts)
+        for fraction in ("0.5", None, 2):
+            with pytest.raises(ValueError, match="give a fraction from 0 to 1"):
+                context.progress(fraction)
+
     def test_nobody_answers_when_the_item_is_over(self, ends: Any) -> None:
         line, _ = ends
         facts = {"run_id": 1, "position": 0, "key": None, "attempt": 1, "run_args": {}}

@@ -121,6 +121,22 @@ def plain_dicts(n: int) -> Any:
     return ({"id": f"p{number}", "pages": str(number)} for number in range(n))
 
 
+class ByNumber:
+    """What has its items by number alone."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __getitem__(self, number: int) -> Paper:
+        if number == self.n:
+            raise IndexError(number)
+        return Paper(id=f"p{number}")
+
+
+async def coroutine_by_number(n: int) -> Any:
+    return ByNumber(n)
+
+
 class Lister:
     async def __call__(self, n: int) -> Any:
         return papers(n)
@@ -135,6 +151,8 @@ SHAPES: list[Any] = [
     async_iterable,
     awaitable,
     plain_dicts,
+    ByNumber,
+    coroutine_by_number,
     functools.partial(async_generator),
     functools.partial(generator),
     Lister(),

@@ -98,6 +98,31 @@ async def test_async_iterable(app: procrastinate.App, child: Child[Any, Any]) ->
         assert (await (await child.map_async(AsyncOnly())).progress_async()).total == 3
 
 
+class ByNumber:
+    """What has its items by number alone."""
+
+    def __getitem__(self, number: int) -> Paper:
+        if number == 3:
+            raise IndexError(number)
+        return Paper(id=str(number))
+
+
+def test_items_by_number(app: procrastinate.App, child: Child[Any, Any]) -> None:
+    with app.open():
+        assert child.map(ByNumber()).progress().total == 3  # type: ignore[arg-type]
+
+
+def test_sync_map_refuses_an_async_iterable_before_the_start(
+    app: procrastinate.App, child: Child[Any, Any], conn: Conn
+) -> None:
+    sources: tuple[Any, ...] = (AsyncOnly(), papers_async(3))
+    with app.open():
+        for source in sources:
+            with pytest.raises(errors.InvalidValue, match="await map_async instead"):
+                child.map(source)
+    assert conn.execute("SELECT id FROM fanout_runs").fetchall() == []
+
+
 def test_sync_map(app: procrastinate.App, child: Child[Any, Any], conn: Conn) -> None:
     with app.open():
         for items, n in (([], 0), (papers(25), 25), (list(papers(3)), 3)):
