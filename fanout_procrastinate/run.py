@@ -541,7 +541,7 @@ def moment(value: Any, name: str) -> datetime.datetime:
     """
     if isinstance(value, datetime.datetime):
         return _in_utc(value, name)
-    given = value
+    given, fault = value, None
     try:
         if isinstance(value, Mapping):
             value = datetime.timedelta(**value)
@@ -550,10 +550,11 @@ def moment(value: Any, name: str) -> datetime.datetime:
         if abs(value) < _FURTHEST:
             return datetime.datetime.now(tz=datetime.UTC) + value  # type: ignore[no-any-return]
     except (TypeError, ValueError, OverflowError) as exc:
-        raise errors.ConfigurationError(
-            f"{name}={given!r}: give an aware datetime, a timedelta, or seconds from now"
-        ) from exc
-    raise errors.ConfigurationError(f"{name}={given!r}: give a time within 1,000 years from now")
+        fault = exc
+    raise errors.ConfigurationError(
+        f"{name}={given!r}: give an aware datetime, a timedelta, or seconds from now, of less than "
+        "1,000 years"
+    ) from fault
 
 
 def _in_utc(value: datetime.datetime, name: str) -> datetime.datetime:
@@ -561,12 +562,12 @@ def _in_utc(value: datetime.datetime, name: str) -> datetime.datetime:
         raise errors.ConfigurationError(
             f"{name}={value!r} has no time zone; use datetime.now(tz=...)"
         )
-    try:
-        return value.astimezone(datetime.UTC)
-    except OverflowError as exc:
-        raise errors.ConfigurationError(
-            f"{name}={value!r}: give a time of the years 1 to 9999 in UTC"
-        ) from exc
+    with contextlib.suppress(OverflowError):
+        if (in_utc := value.astimezone(datetime.UTC)) >= models.EARLIEST:
+            return in_utc
+    raise errors.ConfigurationError(
+        f"{name}={value.isoformat()}: give a time from 0001-01-02 to 9999-12-31 in UTC"
+    )
 
 
 class _Patience:

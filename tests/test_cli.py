@@ -745,6 +745,7 @@ def test_a_wrong_command_line_is_2(arguments: list[str], run_main: Cli) -> None:
         ("--tolerate=nan", "share from 0.0"),
         ("--priority=9999999999", "whole number"),
         ("--deadline=99999999d", "seconds from now"),
+        ("--deadline=9999-12-31T23:59:59-14:00", "from 0001-01-02 to 9999-12-31 in UTC"),
     ],
 )
 def test_a_value_that_cannot_work_is_2(option: str, remedy: str, given: Any, cli: Cli) -> None:
@@ -866,7 +867,7 @@ def test_a_pool_that_cannot_open_is_6(cli: Cli, monkeypatch: pytest.MonkeyPatch)
         ("no.such.app", "No module named 'no'"),
         ("tests.apps.cli_app.missing", "no attribute 'missing'"),
         ("tests.apps.cli_app.no_app", "not of type App"),
-        ("tests.apps.cli_app.memory_app", "connection_factory"),
+        ("tests.apps.cli_app.memory_app", "a run needs PostgreSQL"),
     ],
 )
 def test_an_app_that_cannot_be_used_is_7(app_path: str, said: str, run_main: Cli) -> None:
