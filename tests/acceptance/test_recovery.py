@@ -234,8 +234,8 @@ def _assert_goes_on(scene: Scene, *runs: Run) -> None:
 def test_a_sweep_that_is_killed_keeps_nobody_else_from_sweeping(scene: Scene) -> None:
     """C07, C04: SIGKILL in the middle of a sweep, with two more workers that sweep.
 
-    The dead sweep still holds what it holds; all other runs are repaired within two intervals, and
-    its own as soon as the server drops its session. None is dealt a slot too many.
+    All other runs are repaired within two intervals; the dead sweep's session waits for no lock
+    longer than an eighth of a lease, and its run is repaired next. None is dealt a slot too many.
     """
     victim = scene.worker(**SWEEPING)
     stuck, free = _waiting(scene, "stuck"), _waiting(scene, "free")
@@ -252,9 +252,7 @@ def test_a_sweep_that_is_killed_keeps_nobody_else_from_sweeping(scene: Scene) ->
         wait_until(lambda: len(_queued(scene, free)) == 3, 20, "another run is repaired")
         print(f"repaired beside a dead sweep: {time.monotonic() - damaged:.1f} s")
         assert time.monotonic() - damaged < 1.0 + 2 * LEASE
-        assert session in _sweeping(scene)
         assert not _queued(scene, stuck)
-        scene.query("SELECT pg_terminate_backend(%(pid)s)", pid=session["pid"])
         wait_until(lambda: session not in _sweeping(scene), 10, "the dead session is gone")
     released = time.monotonic()
     wait_until(lambda: len(_queued(scene, stuck)) == 3, 20, "its run is repaired")
