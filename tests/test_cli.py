@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -1006,6 +1006,18 @@ def test_a_reader_that_goes_away_is_141_and_quiet(given: Any, dsn: str) -> None:
         assert stderr.read() == "this module is talkative\n"
 
 
+def redirected(arguments: str, given: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the program through a shell, which takes redirections among the arguments."""
+    return subprocess.run(
+        ["/bin/sh", "-c", f"{shlex.quote(sys.executable)} -m fanout_procrastinate {arguments}"],
+        env=os.environ | given,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("redirection", "said"),
     [
@@ -1017,15 +1029,7 @@ def test_a_reader_that_goes_away_is_141_and_quiet(given: Any, dsn: str) -> None:
 def test_output_that_cannot_be_written_is_9(
     redirection: str, said: str, arguments: str, dsn: str
 ) -> None:
-    program = f"{shlex.quote(sys.executable)} -m fanout_procrastinate {arguments}"
-    done = subprocess.run(
-        ["/bin/sh", "-c", f"{program} {redirection}"],
-        env=os.environ | environment(dsn),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = redirected(f"{arguments} {redirection}", environment(dsn))
     assert done.returncode == 9
     assert done.stderr.removeprefix("this module is talkative\n") == f"fanout: {said}\n"
 
@@ -1037,15 +1041,8 @@ def test_output_that_cannot_be_written_is_9(
 def test_what_cannot_be_told_changes_neither_the_exit_code_nor_the_output(
     redirection: str, arguments: str, code: int, dsn: str
 ) -> None:
-    program = f"{shlex.quote(sys.executable)} -m fanout_procrastinate {arguments}"
-    done = subprocess.run(
-        ["/bin/sh", "-c", f"{program} {redirection}"],
-        env=os.environ | environment(dsn) | {"FANOUT_APP": "tests.apps.shown.app"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    quiet = environment(dsn) | {"FANOUT_APP": "tests.apps.shown.app"}
+    done = redirected(f"{arguments} {redirection}", quiet)
     assert done.returncode == code
     assert bool(done.stdout) == (code == 0)
 

@@ -74,19 +74,16 @@ SELECT fanout_renew_callback_v1(%(run_id)s, %(generation)s, %(task)s, %(job_id)s
 SELECT fanout_pass_on_v1(%(run_id)s) AS more, fanout_call_lines_v1(%(run_id)s) AS called
 
 -- lines --
--- One run for each limit in which runs stand in line, or have more places than there are now. Where
--- one with a rate has just reported, it has dealt. Index: fanout_runs_limited_idx.
+-- One run for each limit in which runs stand in line, or have more places than there are now.
+-- Index: fanout_runs_limited_idx.
 SELECT min(r.id) AS run_id FROM fanout_runs r
 CROSS JOIN LATERAL (
-    SELECT EXISTS (SELECT FROM fanout_limits WHERE name = ANY (r.limits) AND rate IS NOT NULL)
-        AND EXISTS (SELECT FROM fanout_ledgers
-            WHERE run_id = r.id AND updated_at > clock_timestamp() - interval '2 s') AS served,
-        r.limits && ARRAY(SELECT l.name FROM fanout_limits l
-            WHERE l.concurrency < fanout_limit_used_v1(l.name)) AS over
+    SELECT r.limits && ARRAY(SELECT l.name FROM fanout_limits l
+        WHERE l.concurrency < fanout_limit_used_v1(l.name)) AS over
 ) now
 WHERE r.status = 'processing' AND r.limits IS NOT NULL AND (r.wants > 0 OR now.over)
 GROUP BY r.limits
-HAVING bool_or(now.over) OR NOT bool_or(now.served)
+HAVING bool_or(now.over) OR NOT bool_or(fanout_just_dealt_v1(r))
 
 -- take_permit --
 -- Take a permit of some limits, or a place in their lines; sent again it answers the same.

@@ -376,15 +376,21 @@ BEGIN
 END;
 $$;
 
+-- Whether a run with a rate has just reported: it deals its own slots, and those of the others, then.
+CREATE OR REPLACE FUNCTION fanout_just_dealt_v1(r fanout_runs) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT EXISTS (SELECT FROM fanout_limits
+            WHERE r.limits IS NOT NULL AND name = ANY (r.limits) AND rate IS NOT NULL)
+        AND EXISTS (SELECT FROM fanout_ledgers
+            WHERE run_id = r.id AND updated_at > clock_timestamp() - interval '2 s')
+$$;
+
 -- Whether a run misses slots that nothing will deal before the next sweep. Who stands in the line of
--- a limit that is full misses none; a run with a rate deals at its own reports, while it has some.
+-- a limit that is full misses none.
 CREATE OR REPLACE FUNCTION fanout_lacks_slots_v1(p_run bigint) RETURNS boolean
 LANGUAGE sql STABLE AS $$
-    SELECT fanout_run_full_v1(r.limits) IS NULL AND fanout_would_get_v1(r.id) AND NOT (
-        EXISTS (SELECT FROM fanout_limits l
-            WHERE r.limits IS NOT NULL AND l.name = ANY (r.limits) AND l.rate IS NOT NULL)
-        AND EXISTS (SELECT FROM fanout_ledgers g
-            WHERE g.run_id = r.id AND g.updated_at > clock_timestamp() - interval '2 s'))
+    SELECT fanout_run_full_v1(r.limits) IS NULL AND fanout_would_get_v1(r.id)
+        AND NOT fanout_just_dealt_v1(r)
     FROM fanout_runs r WHERE r.id = p_run
 $$;
 
