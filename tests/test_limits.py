@@ -12,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from fanout_procrastinate import (
     ConfigurationError,
@@ -581,6 +582,36 @@ def test_a_changed_declaration_takes_its_limits_in_order(
             # Were b locked meanwhile, this would be a deadlock.
             other.execute("SELECT fanout_lock_limits_v1(ARRAY['a', 'b'], NULL)")
         assert sealing.result(20) == "processing"
+
+
+@pytest.mark.parametrize("who", ["a run", "a permit"])
+def test_what_another_stores_just_now_is_taken_in_order(
+    connect: Callable[..., Connection], who: str
+) -> None:
+    """Nobody who waits for a limit that is being stored holds a later one."""
+    p, other = Protocol(connect()), connect()
+    first, later = few(9, name="a"), few(9, name="b")
+    stage(p, 1, later)
+    run: int = p.start(spec(**limited(first, later)))["run_id"]
+    p.append(run, 1, [None])
+
+    def take() -> Any:
+        if who == "a run":
+            return p.seal(run, 1) == "processing"
+        return p.value(
+            "SELECT granted"
+            " FROM fanout_take_permit_v1(%s, NULL, gen_random_uuid(), '', NULL, NULL, 9)",
+            Jsonb([first, later]),
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        with other.transaction():
+            other.execute("SELECT fanout_declare_limits_v1(%s)", [Jsonb([first])])
+            taking = pool.submit(take)
+            wait_until(lambda: _waits_for_a_lock(other))
+            # Were b locked meanwhile, this would be a deadlock.
+            other.execute("SELECT fanout_lock_limits_v1(ARRAY['b'], NULL)")
+        assert taking.result(20)
 
 
 def _waits_for_a_lock(conn: Connection) -> bool:

@@ -15,20 +15,19 @@ BEGIN
             WHERE o.declared IS DISTINCT FROM e.spec) THEN
         RETURN;
     END IF;
-    -- Whoever changes one of them takes all, for the caller may need the others later.
-    PERFORM fanout_lock_limits_v1(
-        ARRAY(SELECT e.spec->>'name' FROM jsonb_array_elements(p_specs) e (spec)), NULL);
+    -- Whoever stores one of them takes all, for the caller may need the others later; those that are
+    -- missing in the same pass, for another may store them just now.
     INSERT INTO fanout_limits AS l (name, concurrency, rate, per, burst, keyed, declared)
     SELECT s.name, s.concurrency, s.rate, coalesce(s.per, 1), coalesce(s.burst, 1),
         coalesce(s.keyed, false), e.spec
     FROM jsonb_array_elements(p_specs) e (spec)
     CROSS JOIN LATERAL jsonb_populate_record(NULL::fanout_limits, e.spec) s
-    WHERE NOT EXISTS (SELECT FROM fanout_limits o WHERE o.name = s.name AND o.declared = e.spec)
     ORDER BY s.name
     ON CONFLICT (name) DO UPDATE
     SET concurrency = excluded.concurrency, rate = excluded.rate, per = excluded.per,
         burst = excluded.burst, keyed = excluded.keyed, declared = excluded.declared,
-        updated_at = clock_timestamp();
+        updated_at = clock_timestamp()
+    WHERE l.declared <> excluded.declared;
 END;
 $$;
 

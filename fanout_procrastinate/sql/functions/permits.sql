@@ -217,11 +217,10 @@ BEGIN
     SELECT bool_and(fanout_permit_lives_v1(p)), min(p.granted_at), min(p.ticket)
     INTO v_standing, v_granted_at, v_ticket FROM fanout_permits p WHERE p.holder = p_holder;
     IF v_standing IS NOT TRUE OR v_granted_at IS NULL AND fanout_is_first_v1(p_holder) THEN
-        PERFORM FROM fanout_limits WHERE name = ANY (v_names) ORDER BY name FOR NO KEY UPDATE;
         IF v_standing IS NULL THEN
             PERFORM fanout_declare_limits_v1(p_specs);
-            PERFORM FROM fanout_limits WHERE name = ANY (v_names) ORDER BY name FOR NO KEY UPDATE;
         END IF;
+        PERFORM FROM fanout_limits WHERE name = ANY (v_names) ORDER BY name FOR NO KEY UPDATE;
         PERFORM fanout_touch_permits_v1(ARRAY[p_holder]);
         PERFORM fanout_drop_dead_permits_v1(v_names);
         INSERT INTO fanout_permits (limit_name, key, holder, label, run_id, position, lease)
