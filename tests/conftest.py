@@ -141,9 +141,11 @@ def _database(request: pytest.FixtureRequest, template: str) -> Iterator[Databas
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not maker.connections(name), timeout=3.0)
         left = "\n".join(maker.connections(name))
+        deadlocks = maker.deadlocks(name)
     finally:
         maker.drop(name)
     assert not left, f"connections left by the test:\n{left}"
+    assert not deadlocks, f"{deadlocks} deadlocks, which the server had to end"
 
 
 @pytest.fixture

@@ -53,6 +53,14 @@ class Databases:
         )
         return [line for (line,) in rows]
 
+    def deadlocks(self, name: str) -> int:
+        """Count the deadlocks that the server ended in a database."""
+        row = self._connection.execute(
+            "SELECT deadlocks FROM pg_stat_database WHERE datname = %s", [name]
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
     def _execute(self, query: str, *parts: sql.Composable) -> None:
         self._connection.execute(sql.SQL(query).format(*parts))
 
