@@ -198,3 +198,14 @@ def test_names_are_ours_alone(bare: psycopg.Connection[Any]) -> None:
     assert len(ours) > 30
     assert [name for _, name in ours if not name.startswith("fanout_")] == []
     assert [name for kind, name in ours if kind == "function" and name[-3:] != "_v1"] == []
+
+
+def test_where_plans_are_ruled_out_none_is_compiled(conn: psycopg.Connection[Any]) -> None:
+    """Without a way around what is ruled out a plan looks so dear that servers before 18 compile
+    it, at every call."""
+    found = conn.execute(
+        "SELECT proname AS name, 'jit=off' = ANY (proconfig) AS interpreted FROM pg_proc"
+        " WHERE proname LIKE 'fanout%' AND 'enable_seqscan=off' = ANY (proconfig)"
+    ).fetchall()
+    assert "fanout_silent_v1" in {row["name"] for row in found}
+    assert [row for row in found if not row["interpreted"]] == []

@@ -80,7 +80,7 @@ $$;
 -- What is at work and has missed a renewal: it is to be marked, or rescued. Reads only.
 CREATE OR REPLACE FUNCTION fanout_silent_v1(p_lease double precision)
 RETURNS TABLE (run_id bigint, finding text) LANGUAGE sql STABLE
-SET enable_seqscan = off AS $$
+SET enable_seqscan = off SET jit = off AS $$
     SELECT s.run_id, 'silent slot' FROM fanout_slots s
     WHERE s.active AND s.seen_at < clock_timestamp() - make_interval(secs => p_lease / 2)
     UNION
