@@ -499,7 +499,7 @@ async def _sweep_job(context: procrastinate.JobContext, timestamp: int) -> None:
     fanout = FanOut.of(context.app)
     async with fanout.runtime().job() as shared:
         loop = asyncio.get_running_loop()
-        report = await loop.run_in_executor(None, shared.sweeper.sweep_once)
+        report = await loop.run_in_executor(None, shared.keeper.sweeper.sweep_once)
     logger.info(
         "Swept: %s runs looked at closely, %s not repaired; done: %s",
         len(report.runs),

@@ -9,17 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from fanout_procrastinate import errors, models, store, sweeper
 
 logger = logging.getLogger(__name__)
 
 _NO_SCHEMA_SECONDS = 60.0
+
+Run: TypeAlias = Callable[[store.Call[Any]], Any]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -48,7 +51,7 @@ class Keeper:
 
     Args:
         run: runs one call on a connection that nobody else uses.
-        sweep: what to sweep with.
+        make_sweeper: makes the sweeper, told how it is to run its calls.
         renew_interval: seconds between renewals.
         sweep_interval: seconds between sweeps; in the middle between two, it is looked for who is
             silent.
@@ -58,8 +61,8 @@ class Keeper:
 
     def __init__(
         self,
-        run: Callable[[store.Call[Any]], Any],
-        sweep: sweeper.Sweeper,
+        run: Run,
+        make_sweeper: Callable[[Run], sweeper.Sweeper],
         *,
         renew_interval: float,
         sweep_interval: float,
@@ -67,7 +70,7 @@ class Keeper:
         abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
-        self._sweep = sweep
+        self.sweeper = make_sweeper(self._run_in_sweep)
         self._renew_interval = renew_interval
         self._look_interval = sweep_interval / 2
         self._renew_besides = renew_besides
@@ -76,6 +79,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
+        self._next_renewal = math.inf
         self._thread = threading.Thread(target=self._loop, name="fanout-keeper", daemon=True)
 
     def start(self) -> None:
@@ -119,32 +123,41 @@ class Keeper:
     def sweep_once(self, *, whole: bool = True) -> float:
         """Sweep, or only look for who is silent; return the seconds until the next look."""
         try:
-            report = self._sweep.sweep_once() if whole else self._sweep.look_once()
+            report = self.sweeper.sweep_once() if whole else self.sweeper.look_once()
         except errors.SchemaError as exc:
             _log_failure("sweep_failed", exc)
             return max(self._look_interval, _NO_SCHEMA_SECONDS)
         # Who was found silent is looked at again as soon as that may decide.
-        return self._sweep.second_look if report.done.get("marked") else self._look_interval
+        return self.sweeper.second_look if report.done.get("marked") else self._look_interval
 
     def _loop(self) -> None:
-        next_renewal = time.monotonic() + self._renew_interval
+        self._next_renewal = time.monotonic() + self._renew_interval
         # At the start too, at a time of its own for each process.
         next_look = time.monotonic() + min(1.0, self._look_interval) * random.random()  # noqa: S311
         whole = True
         while not self._stop_requested():
-            self._wake.wait(max(0.0, min(next_renewal, next_look) - time.monotonic()))
+            self._wake.wait(max(0.0, min(self._next_renewal, next_look) - time.monotonic()))
             if self._stop_requested() or self._abandoned():
                 return
-            if time.monotonic() >= next_renewal:
-                next_renewal = time.monotonic() + self._renew_interval
-                if self._guarded(self.renew_once, "renewal_failed") is None:
-                    # After an outage nobody may be judged before he had the chance to renew.
-                    next_renewal = time.monotonic() + min(1.0, self._renew_interval / 2)
-            elif time.monotonic() >= next_look:
+            if not self._renew_if_due() and time.monotonic() >= next_look:
                 step = functools.partial(self.sweep_once, whole=whole)
                 wait = self._guarded(step, "sweep_failed")
                 next_look = time.monotonic() + (self._look_interval if wait is None else wait)
                 whole = not whole
+
+    def _run_in_sweep(self, call: store.Call[Any]) -> Any:
+        # However long a sweep is, no renewal waits for it.
+        self._renew_if_due()
+        return self._run(call)
+
+    def _renew_if_due(self) -> bool:
+        if time.monotonic() < self._next_renewal or self._stop_requested() or self._abandoned():
+            return False
+        self._next_renewal = time.monotonic() + self._renew_interval
+        if self._guarded(self.renew_once, "renewal_failed") is None:
+            # After an outage nobody may be judged before he had the chance to renew.
+            self._next_renewal = time.monotonic() + min(1.0, self._renew_interval / 2)
+        return True
 
     def _stop_requested(self) -> bool:
         return self._stopping

@@ -43,7 +43,7 @@ class Mapping:
         self._database = database.Database(self.owner.connect, size=1)
         self._keeper = keeper.Keeper(
             self._database.run,
-            sweeper.Sweeper(run=self._database.run, lease=configured.lease),
+            lambda run: sweeper.Sweeper(run=run, lease=configured.lease),
             renew_interval=configured.renew_interval,
             sweep_interval=configured.sweep_interval,
         )

@@ -76,17 +76,16 @@ class Runtime:
         )
         self.telemetry = measures
         measures.observe_closes(lambda: self.database.run(store.closes()))
-        self.sweeper = sweeper.Sweeper(
-            run=self._keeper_database.run,
-            lease=configured.lease,
-            retention=configured.retention,
-            tasks=tasks,
-            on_stuck=self.hooks.stuck if configured.on_stuck is not None else None,
-            on_swept=measures.swept,
-        )
         self.keeper = keeper.Keeper(
             self._keeper_database.run,
-            self.sweeper,
+            lambda run: sweeper.Sweeper(
+                run=run,
+                lease=configured.lease,
+                retention=configured.retention,
+                tasks=tasks,
+                on_stuck=self.hooks.stuck if configured.on_stuck is not None else None,
+                on_swept=measures.swept,
+            ),
             renew_interval=configured.renew_interval,
             sweep_interval=configured.sweep_interval,
             renew_besides=functools.partial(self.permits.renew_once, self._keeper_database.run),

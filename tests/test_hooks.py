@@ -213,9 +213,9 @@ async def test_sweep_of_a_worker_tells_too(app: procrastinate.App, conn: Conn) -
 
     FanOut(app, on_stuck=hook)
     async with opened(app), FanOut.of(app).runtime().job() as shared:
-        assert shared.sweeper.on_stuck is not None
+        assert shared.keeper.sweeper.on_stuck is not None
         for _ in range(3):
-            shared.sweeper.on_stuck(7, False, "waits")
+            shared.keeper.sweeper.on_stuck(7, False, "waits")
         await asyncio.to_thread(wait_until, lambda: told)
     # Not at each sweep.
     assert told == [7] and loops == [asyncio.get_running_loop()]

@@ -49,8 +49,9 @@ def keeping(
     renew: float = 60.0,
     look: float = 60.0,
 ) -> Keeper:
-    looks: Any = sweep or Idle()
-    return Keeper(run, looks, renew_interval=renew, sweep_interval=look)
+    """`sweep`: what to sweep with, or a function that makes it."""
+    made = sweep if callable(sweep) else lambda run: sweep or Idle()
+    return Keeper(run, made, renew_interval=renew, sweep_interval=look)
 
 
 def held(reply: models.Reply, run_id: int, verdicts: list[str], **options: Any) -> Hold:
@@ -206,6 +207,32 @@ def test_loop_renews_and_looks_in_time(own: database.Database, conn: Conn) -> No
     assert min(pauses) >= 0.045
 
 
+def test_long_sweep_keeps_no_renewal_waiting() -> None:
+    """With many broken runs, or some whose locks are held, what this process has stays its own."""
+    steps: list[str] = []
+
+    def run(call: store.Call[Any]) -> Any:
+        steps.append(call.name)
+        if call.name == "renew_manager":
+            return True
+        if call.name == "silent":
+            return dict.fromkeys(range(50), "silent slot")
+        time.sleep(0.02)
+        return {}
+
+    keeper = keeping(run, lambda run: Sweeper(run=run, lease=30.0), renew=0.1, look=0.02)
+    keeper.add(Hold(renew_call=store.renew_manager(1, 1), on_verdict=lambda verdict: None))
+    keeper.sweep_once(whole=False)
+    assert steps == ["silent", *["sweep_run"] * 50], "nothing is due before the thread has begun"
+    steps.clear()
+    keeper.start()
+    # One sweep takes a second.
+    wait_until(lambda: steps.count("silent") >= 2)
+    keeper.stop()
+    first = steps[steps.index("sweep_run") : len(steps) - steps[::-1].index("silent") - 1]
+    assert first.count("renew_manager") >= 5
+
+
 def test_marked_slot_is_looked_at_again_soon() -> None:
     """A rescue needs two looks, a quarter of a lease apart: the second comes as soon as it may."""
     marking = keeping(lambda call: None, Idle({"marked": 1}), look=10)
@@ -322,7 +349,11 @@ def test_what_nobody_can_end_is_renewed_no_more() -> None:
 
     sweep: Any = Idle()
     keeper = Keeper(
-        lambda call: [], sweep, renew_interval=60, sweep_interval=0.02, abandoned=abandoned
+        lambda call: [],
+        lambda run: sweep,
+        renew_interval=60,
+        sweep_interval=0.02,
+        abandoned=abandoned,
     )
     keeper.start()
     keeper._thread.join(5)
