@@ -584,6 +584,62 @@ def test_a_changed_declaration_takes_its_limits_in_order(
         assert sealing.result(20) == "processing"
 
 
+def stand_in_line(p: Protocol, *specs: Row) -> str:
+    """Ask for a permit that there is no room for, and return its holder."""
+    holder = str(uuid.uuid4())
+    granted = p.value(
+        "SELECT granted FROM fanout_take_permit_v1(%s, NULL, %s, '', NULL, NULL, 3600)",
+        Jsonb(list(specs)),
+        holder,
+    )
+    assert not granted
+    return holder
+
+
+def test_places_are_taken_back_once(connect: Callable[..., Connection]) -> None:
+    """Of two that want a run to make room, at the same time, one finds that it was done."""
+    p, other = Protocol(connect()), connect()
+    run = stage(p, 20, few(2))
+    holders = [stand_in_line(p, few(2)) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        with other.transaction():
+            other.execute("SELECT fanout_pass_on_v1(%s)", [run])
+            second = pool.submit(p.value, "SELECT fanout_pass_on_v1(%s)", run)
+            wait_until(lambda: _waits_for_a_lock(other))
+        second.result(20)
+    assert (p.slots(run), p.run(run)["surplus"]) == ([], 0)
+    for holder in holders:
+        p.execute("SELECT fanout_give_permit_v1(%s)", holder)
+    pass_on(p, run)
+    assert (len(p.slots(run)), p.run(run)["surplus"]) == (2, 0)
+    invariants.check(p.conn)
+
+
+def test_queued_slots_make_room_whatever_was_told_before(p: Clocked) -> None:
+    """A run whose slots were to end, and ended otherwise, gives up those that it was dealt since.
+
+    Else permits would wait for slots, and the slots for places in workers that are taken by who
+    waits for these permits."""
+    run = stage(p, 20, few(2))
+    p.execute("UPDATE fanout_runs SET surplus = 2 WHERE id = %s", run)
+    stand_in_line(p, few(2))
+    pass_on(p, run)
+    assert places(p, run) == [1]
+    stand_in_line(p, few(2))
+    pass_on(p, run)
+    assert places(p, run) == [0]
+    invariants.check(p.conn)
+
+
+def test_new_slots_are_not_told_what_the_old_ones_were(p: Clocked) -> None:
+    run = stage(p, 20, few(2))
+    p.execute("UPDATE fanout_runs SET surplus = 2 WHERE id = %s", run)
+    p.execute("DELETE FROM fanout_slots")
+    assert p.value("SELECT fanout_top_up_v1(%s)", run) == 2
+    assert p.run(run)["surplus"] == 0
+    assert [reply.verdict for _, reply in begin_all(p)].count("item") == 2
+
+
 @pytest.mark.parametrize("who", ["a run", "a permit"])
 def test_what_another_stores_just_now_is_taken_in_order(
     connect: Callable[..., Connection], who: str

@@ -328,7 +328,7 @@ BEGIN
     IF v_dealt > 0 THEN
         -- A control statement at repeatable read waits for us and would not see these slots: a run
         -- row written since its snapshot makes it fail and try again.
-        UPDATE fanout_runs SET surplus = surplus WHERE id = p_run;
+        UPDATE fanout_runs SET surplus = fanout_surplus_v1(p_run) WHERE id = p_run;
     END IF;
     RETURN v_dealt;
 END;

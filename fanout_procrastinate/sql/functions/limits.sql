@@ -77,6 +77,15 @@ LANGUAGE sql STABLE AS $$
     WHERE run_id = p_run AND (active OR scheduled_at IS NULL)
 $$;
 
+-- How many active slots of a run are told to end. What its surplus says besides is of slots that
+-- ended otherwise.
+CREATE OR REPLACE FUNCTION fanout_surplus_v1(p_run bigint) RETURNS bigint
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce((
+        SELECT least(r.surplus, (SELECT count(*) FROM fanout_slots WHERE run_id = p_run AND active))
+        FROM fanout_runs r WHERE r.id = p_run AND r.surplus > 0), 0)
+$$;
+
 -- The time between two starts. On the way from here to the call that is limited some are faster
 -- than others: for that, starts are paced by a fiftieth slower, and half of the burst is kept back.
 CREATE OR REPLACE FUNCTION fanout_interval_v1(l fanout_limits) RETURNS interval
@@ -307,7 +316,7 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- What each run would have of a limit if all were dealt anew: level by level, those that have
--- places first. `excess` of them a run has to end after the item in hand.
+-- places first. `excess` of them a run has to give up, besides those that are told to end already.
 CREATE OR REPLACE FUNCTION fanout_balance_v1(p_limit text)
 RETURNS TABLE (run_id bigint, used bigint, target bigint, excess bigint)
 LANGUAGE plpgsql STABLE AS $$
@@ -318,7 +327,7 @@ DECLARE
     v_demand bigint[];
     v_weights double precision[];
     v_targets bigint[];
-    v_surplus integer[];
+    v_surplus bigint[];
     v_best integer;
     v_left bigint;
 BEGIN
@@ -333,7 +342,7 @@ BEGIN
         array_agg(0::bigint), array_agg(o.surplus)
     INTO v_runs, v_used, v_demand, v_weights, v_targets, v_surplus
     FROM (
-        SELECT r.id, r.weight, r.surplus,
+        SELECT r.id, r.weight, fanout_surplus_v1(r.id) AS surplus,
             CASE WHEN r.paused OR r.closing IS NOT NULL
                 OR fanout_run_full_v1(array_remove(r.limits, p_limit)) IS NOT NULL
                 THEN 0 ELSE r.wants END AS wants,
@@ -404,7 +413,6 @@ AS $$
 DECLARE
     v_limit text;
     v_run bigint;
-    v_excess bigint;
     m record;
     r record;
 BEGIN
@@ -445,10 +453,10 @@ BEGIN
                 END IF;
             END LOOP;
         ELSE
-            SELECT b.run_id, b.excess INTO v_run, v_excess FROM fanout_balance_v1(v_limit) b
+            SELECT b.run_id INTO v_run FROM fanout_balance_v1(v_limit) b
             WHERE b.excess > 0 ORDER BY b.excess DESC LIMIT 1;
             IF FOUND THEN
-                PERFORM fanout_shrink_v1(v_run, v_excess::integer);
+                PERFORM fanout_shrink_v1(v_run, v_limit);
                 RETURN true;
             END IF;
         END IF;
@@ -457,21 +465,24 @@ BEGIN
 END;
 $$;
 
--- Lets so many slots of a run end: queued ones at once, active ones after the item in hand.
-CREATE OR REPLACE FUNCTION fanout_shrink_v1(p_run bigint, p_excess integer) RETURNS void
+-- Lets a run end the slots that it has too many of in a limit: queued ones at once, active ones after
+-- the item in hand. How many is found under its lock: another may have let them end just now.
+CREATE OR REPLACE FUNCTION fanout_shrink_v1(p_run bigint, p_limit text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
-    v_queued integer;
+    v_excess bigint;
+    v_queued bigint;
 BEGIN
     PERFORM FROM fanout_runs WHERE id = p_run AND status = 'processing' FOR NO KEY UPDATE;
-    IF NOT FOUND THEN
+    SELECT excess INTO v_excess FROM fanout_balance_v1(p_limit) WHERE run_id = p_run;
+    IF v_excess IS NULL OR v_excess = 0 THEN
         RETURN;
     END IF;
     WITH queued AS (
         -- Those for later hold no place.
         SELECT slot FROM fanout_slots
         WHERE run_id = p_run AND NOT active AND scheduled_at IS NULL
-        ORDER BY slot DESC LIMIT p_excess
+        ORDER BY slot DESC LIMIT v_excess
     ), gone AS (
         DELETE FROM fanout_slots s USING queued
         WHERE s.run_id = p_run AND s.slot = queued.slot RETURNING s.job_id
@@ -479,8 +490,8 @@ BEGIN
     SELECT count(fanout_cancel_job_v1(job_id)) INTO v_queued FROM (
         SELECT job_id FROM gone ORDER BY job_id) ordered;
     UPDATE fanout_runs
-    SET surplus = surplus + greatest(0, p_excess - v_queued), served_at = clock_timestamp(),
-        wants = wants + p_excess
+    SET surplus = fanout_surplus_v1(p_run) + v_excess - v_queued, served_at = clock_timestamp(),
+        wants = wants + v_excess
     WHERE id = p_run;
 END;
 $$;
