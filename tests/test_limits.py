@@ -640,6 +640,40 @@ def test_new_slots_are_not_told_what_the_old_ones_were(p: Clocked) -> None:
     assert [reply.verdict for _, reply in begin_all(p)].count("item") == 2
 
 
+def test_a_place_goes_to_a_run_that_is_locked_just_now(connect: Callable[..., Connection]) -> None:
+    """A report locks its run and deals nothing: what is free is passed on after it, not never."""
+    p, other = Protocol(connect()), connect()
+    first, second = stage(p, 4, few(4)), stage(p, 20, few(4))
+    assert (len(p.slots(first)), len(p.slots(second))) == (4, 0)
+    p.execute("DELETE FROM fanout_slots WHERE run_id = %s AND slot < 2", first)
+    locking = "SELECT FROM fanout_runs WHERE id = %s FOR NO KEY UPDATE"
+    with other.transaction():
+        other.execute(locking, [second])
+        # It is a caller's, and stays locked.
+        assert not p.value("SELECT fanout_pass_on_v1(%s)", first)
+    with ThreadPoolExecutor(1) as pool:
+        with other.transaction():
+            other.execute(locking, [second])
+            passing = pool.submit(p.value, "SELECT fanout_pass_on_v1(%s)", first)
+            wait_until(lambda: _waits_for_a_lock(other))
+        assert passing.result(20)
+    assert len(p.slots(second)) == 2
+    assert p.value("SELECT current_setting('lock_timeout')") == "0"
+
+
+def test_a_place_that_is_free_during_a_pause_is_passed_on(p: Clocked) -> None:
+    """Who gets it waits in it: when the pause ends nobody would deal it."""
+    first, second = stage(p, 1, few(1)), stage(p, 1, few(1))
+    ((_, reply),) = begin_all(p)
+    assert places(p, first, second) == [1, 0]
+    p.execute("SELECT fanout_limit_update_v1('few', NULL, 60)")
+    done(p, first, reply)
+    assert pass_on(p, first) == 1
+    assert places(p, first, second) == [0, 1]
+    assert [reply.verdict for _, reply in begin_all(p)] == ["wait"]
+    invariants.check(p.conn)
+
+
 @pytest.mark.parametrize("who", ["a run", "a permit"])
 def test_what_another_stores_just_now_is_taken_in_order(
     connect: Callable[..., Connection], who: str

@@ -162,6 +162,36 @@ def test_who_has_one_and_wants_the_next_is_not_kept_waiting_in_a_circle(
     assert line.take("all", a, b, c).granted
 
 
+def test_who_stands_behind_one_that_lacks_another_limit_asks_for_room(
+    own: database.Database,
+) -> None:
+    """The one before waits for a limit that this one has: nobody else would ask the run."""
+    line = Line(own)
+    a, b = Limit("a", concurrency=1), Limit("b", concurrency=1)
+    assert line.take("has a", a).granted
+    assert not line.take("wants a", a).granted
+    assert not line.take("wants both", a, b).granted
+    run_id = sealed(own, "1", limits=["b"], limit_specs=[b.spec()])
+    answer = line.take("has a, wants b", b)
+    assert (answer.granted, answer.place, answer.crowds) == (False, 2, run_id)
+    while own.run(store.pass_on(run_id)):
+        pass
+    assert line.take("has a, wants b", b).granted
+
+
+def test_a_long_line_of_one_key_keeps_no_other_waiting(own: database.Database) -> None:
+    line = Line(own, TENANT)
+    crowd = [f"x{n}" for n in range(150)]
+    assert line.granted("x", *crowd, key="x") == [True, *[False] * 150]
+    assert line.granted("y", "y2", key="y") == [True, False]
+    answer = line.take("y2", key="y")
+    assert (answer.place, answer.reason) == (1, "limit tenant is full for key y: 1")
+    line.give("y")
+    assert line.take("y2", key="y").granted
+    line.give("x")
+    assert line.granted("x1", "x0", key="x") == [False, True]
+
+
 def test_a_dead_permit_counts_no_more(own: database.Database, conn: Conn) -> None:
     """E01: silent for its lease it is nobody's, without any counter given back."""
     line = Line(own, LLM)

@@ -55,17 +55,13 @@ LANGUAGE sql STABLE AS $$
 $$;
 
 -- How many stand in the line of a limit, or of one of its keys, and go before runs; p_most at most.
--- One that waits for several keeps others waiting only up to the first by name that lacks room.
 CREATE OR REPLACE FUNCTION fanout_line_v1(p_limit text, p_key text, p_most bigint) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT count(*) FROM (
         SELECT FROM fanout_permits p
         WHERE p.limit_name = p_limit AND (p_key IS NULL OR p.key = p_key)
             AND p.granted_at IS NULL AND fanout_permit_lives_v1(p)
-            AND NOT EXISTS (SELECT FROM fanout_permits o
-                WHERE o.holder = p.holder
-                AND o.limit_name COLLATE "C" < p.limit_name COLLATE "C"
-                AND NOT fanout_permit_fits_v1(o.limit_name, o.key))
+            AND fanout_keeps_waiting_v1(p)
         LIMIT p_most
     ) first
 $$;
@@ -413,6 +409,8 @@ AS $$
 DECLARE
     v_limit text;
     v_run bigint;
+    v_locked bigint;
+    v_timeout constant text := current_setting('lock_timeout');
     m record;
     r record;
 BEGIN
@@ -431,8 +429,12 @@ BEGIN
         END LOOP;
     END IF;
     FOREACH v_limit IN ARRAY coalesce(m.limits, '{}') LOOP
-        IF fanout_limit_full_v1(ARRAY[v_limit]) IS NULL THEN
-            -- Whoever stands lowest; one that is locked looks for itself.
+        IF fanout_limit_full_v1(ARRAY[v_limit]) IS NULL OR EXISTS (
+                -- Who has a place waits in it for the end of a pause.
+                SELECT FROM fanout_limits l
+                WHERE l.name = v_limit AND l.paused_until > clock_timestamp()
+                    AND coalesce(l.concurrency > fanout_limit_used_v1(l.name), true)) THEN
+            -- Whoever stands lowest.
             FOR r IN SELECT h.run_id FROM fanout_hungry_v1(v_limit, NULL) h
                     ORDER BY (h.used + 1) / h.weight, h.served_at LIMIT 100 LOOP
                 IF fanout_would_get_v1(r.run_id) THEN
@@ -441,6 +443,7 @@ BEGIN
                     IF FOUND THEN
                         RETURN fanout_top_up_v1(r.run_id) > 0;
                     END IF;
+                    v_locked := coalesce(v_locked, r.run_id);
                 ELSIF NOT EXISTS (SELECT FROM fanout_slot_plan_v1(r.run_id)
                         WHERE needed_at = '-infinity') THEN
                     -- One that wants nothing any more is no answer: another may.
@@ -452,6 +455,18 @@ BEGIN
                     END IF;
                 END IF;
             END LOOP;
+            IF v_locked IS NOT NULL THEN
+                -- Perhaps by a report, which deals nothing. What is locked for long is left to the
+                -- next sweep.
+                PERFORM set_config('lock_timeout', '200', true);
+                BEGIN
+                    PERFORM FROM fanout_runs WHERE id = v_locked FOR NO KEY UPDATE;
+                EXCEPTION WHEN lock_not_available THEN
+                    RETURN false;
+                END;
+                PERFORM set_config('lock_timeout', v_timeout, true);
+                RETURN fanout_top_up_v1(v_locked) > 0;
+            END IF;
         ELSE
             SELECT b.run_id INTO v_run FROM fanout_balance_v1(v_limit) b
             WHERE b.excess > 0 ORDER BY b.excess DESC LIMIT 1;

@@ -22,13 +22,23 @@ LANGUAGE sql STABLE AS $$
     FROM fanout_limits l WHERE l.name = p_limit
 $$;
 
+-- Whether one that waits keeps others waiting that stand behind it in this line. Whoever waits for
+-- several does so only up to the first limit by name that lacks room, as if it took them one by one:
+-- were it to keep them waiting further on, somebody with the first who wants the next would wait in a
+-- circle.
+CREATE OR REPLACE FUNCTION fanout_keeps_waiting_v1(p fanout_permits) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT NOT EXISTS (SELECT FROM fanout_permits o
+        WHERE o.holder = p.holder AND o.limit_name COLLATE "C" < p.limit_name COLLATE "C"
+            AND NOT fanout_permit_fits_v1(o.limit_name, o.key))
+$$;
+
 -- Grants to those who stand in the lines of these limits, whose rows the caller holds, in their
--- order. Answers to whom. Looks at the first 100.
+-- order. Answers to whom. Looks at the first 100, and at the first 100 of these keys: a long line of
+-- one key keeps no other waiting.
 --
--- Nobody passes who stands earlier. But one that waits for several keeps others waiting only up to
--- the first limit by name that lacks room, as if it took them one by one: were it to keep them
--- waiting further on, somebody with the first who wants the next would wait in a circle.
-CREATE OR REPLACE FUNCTION fanout_grant_permits_v1(p_limits text[]) RETURNS uuid[]
+-- Nobody passes who stands earlier, as far as that one keeps others waiting.
+CREATE OR REPLACE FUNCTION fanout_grant_permits_v1(p_limits text[], p_keys text[]) RETURNS uuid[]
 LANGUAGE plpgsql AS $$
 DECLARE
     v_granted uuid[] := '{}';
@@ -40,9 +50,15 @@ DECLARE
     w record;
 BEGIN
     FOR w IN
-        SELECT p.holder, min(p.ticket) AS ticket FROM fanout_permits p
-        WHERE p.limit_name = ANY (p_limits) AND p.granted_at IS NULL AND fanout_permit_lives_v1(p)
-        GROUP BY p.holder ORDER BY min(p.ticket) LIMIT 100
+        SELECT q.holder FROM (
+            SELECT p.holder, p.ticket, p.key, row_number() OVER (ORDER BY p.ticket) AS nth,
+                row_number() OVER (PARTITION BY p.key ORDER BY p.ticket) AS nth_of_key
+            FROM fanout_permits p
+            WHERE p.limit_name = ANY (p_limits) AND p.granted_at IS NULL
+                AND fanout_permit_lives_v1(p)
+        ) q
+        WHERE q.nth <= 100 OR q.nth_of_key <= 100 AND q.key = ANY (p_keys)
+        GROUP BY q.holder ORDER BY min(q.ticket)
     LOOP
         -- Each key of a limit has a line of its own.
         SELECT array_agg(limit_name), min(limit_name COLLATE "C") FILTER (
@@ -131,11 +147,12 @@ SET enable_mergejoin = off SET jit = off
 AS $$
 DECLARE
     v_all constant text[] := fanout_lines_of_v1(p_limits);
+    v_keys constant text[] := ARRAY(SELECT key FROM fanout_permits WHERE holder = p_gone);
 BEGIN
     PERFORM FROM fanout_limits WHERE name = ANY (v_all) ORDER BY name FOR NO KEY UPDATE;
     DELETE FROM fanout_permits WHERE holder = p_gone;
     removed := fanout_drop_dead_permits_v1(v_all);
-    PERFORM fanout_tell_granted_v1(fanout_grant_permits_v1(v_all));
+    PERFORM fanout_tell_granted_v1(fanout_grant_permits_v1(v_all, v_keys));
     runs := fanout_wanting_v1(p_limits);
 END;
 $$;
@@ -155,7 +172,7 @@ LANGUAGE sql STABLE AS $$
         WHERE p.holder = p_holder AND NOT fanout_permit_fits_v1(p.limit_name, p.key)
         ORDER BY p.limit_name LIMIT 1),
         fanout_limit_full_v1((SELECT array_agg(limit_name) FROM fanout_permits
-            WHERE holder = p_holder)),
+            WHERE holder = p_holder AND key IS NULL)),
         'others stand earlier in the line')
 $$;
 
@@ -228,7 +245,7 @@ BEGIN
             p_lease
         FROM fanout_limits l WHERE l.name = ANY (v_names) ORDER BY l.name
         ON CONFLICT (holder, limit_name) DO NOTHING;
-        v_told := fanout_grant_permits_v1(v_names);
+        v_told := fanout_grant_permits_v1(v_names, ARRAY[p_key]);
         PERFORM fanout_tell_granted_v1(array_remove(v_told, p_holder));
         SELECT min(granted_at), min(ticket) INTO v_granted_at, v_ticket
         FROM fanout_permits WHERE holder = p_holder;
@@ -247,7 +264,14 @@ BEGIN
         AND o.key IS NOT DISTINCT FROM p.key AND o.ticket < p.ticket AND o.granted_at IS NULL
         AND o.holder <> p_holder AND fanout_permit_lives_v1(o)
     WHERE p.holder = p_holder;
-    IF place = 1 THEN
+    -- Whoever is the next in one of the lines asks, for nobody else would.
+    IF EXISTS (
+        SELECT FROM fanout_permits p WHERE p.holder = p_holder AND NOT EXISTS (
+            SELECT FROM fanout_permits o
+            WHERE o.limit_name = p.limit_name AND o.key IS NOT DISTINCT FROM p.key
+                AND o.ticket < p.ticket AND o.granted_at IS NULL AND fanout_permit_lives_v1(o)
+                AND fanout_keeps_waiting_v1(o))
+    ) THEN
         SELECT b.run_id INTO crowds FROM unnest(v_names) l (name)
         CROSS JOIN LATERAL fanout_balance_v1(l.name) b
         WHERE b.excess > 0 ORDER BY b.excess DESC LIMIT 1;
