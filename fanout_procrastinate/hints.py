@@ -99,7 +99,7 @@ class Sender:
 
     def __init__(
         self,
-        run: Callable[[store.Call[Any]], Any],
+        run: store.RunCall,
         redact: Callable[[Any], Any] = sanitise.plain,
     ) -> None:
         self._run = run

@@ -14,15 +14,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from fanout_procrastinate import errors, models, store, sweeper
 
 logger = logging.getLogger(__name__)
 
 _NO_SCHEMA_SECONDS = 60.0
-
-Run: TypeAlias = Callable[[store.Call[Any]], Any]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -61,8 +59,8 @@ class Keeper:
 
     def __init__(
         self,
-        run: Run,
-        make_sweeper: Callable[[Run], sweeper.Sweeper],
+        run: store.RunCall,
+        make_sweeper: Callable[[store.RunCall], sweeper.Sweeper],
         *,
         renew_interval: float,
         sweep_interval: float,

@@ -465,7 +465,7 @@ class Permits:
         """Return whether a permit that was not told so must be taken for lost."""
         return time.monotonic() - permit.renewed_at > self._lease
 
-    def renew_once(self, run: Callable[[store.Call[Any]], Any] | None = None) -> None:
+    def renew_once(self, run: store.RunCall | None = None) -> None:
         """Renew all permits of this process, and tell those that are lost.
 
         Raises:

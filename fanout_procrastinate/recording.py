@@ -6,7 +6,7 @@ import collections
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fanout_procrastinate import (
@@ -44,7 +44,7 @@ class Recorder:
         sender: hints.Sender | None,
         called: hooks.Hooks,
         measures: telemetry.Telemetry,
-        run: Callable[[store.Call[Any]], Any],
+        run: store.RunCall,
     ) -> None:
         self._hints = sender
         self._hooks = called if configured.on_item_failed is not None else None

@@ -12,14 +12,13 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from fanout_procrastinate import errors, models, steps, store
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Run = Callable[[store.Call[Any]], Any]
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -127,7 +126,7 @@ class Reporter:
 
     def __init__(
         self,
-        run: Callable[[store.Call[Any]], Any],
+        run: store.RunCall,
         run_id: int,
         suspicion: Suspicion,
         watcher: Watcher | None = None,
@@ -354,7 +353,7 @@ class Reporter:
         return await until_known(self._run, call, self.run_id)
 
 
-async def until_known(run: Run, call: store.Call[T], run_id: int) -> T:
+async def until_known(run: store.RunCall, call: store.Call[T], run_id: int) -> T:
     """Run a call that may be sent twice; it is sent again until its answer is known.
 
     Args:

@@ -16,7 +16,7 @@ Steps = Generator["store.Call[Any]", Any, T]
 _MOST_RUNS = 50
 
 
-def drive(run: Callable[[store.Call[Any]], Any], steps: Steps[T]) -> T:
+def drive(run: store.RunCall, steps: Steps[T]) -> T:
     """Run the calls one by one and return the result."""
     answer: Any = None
     while True:

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from fanout_procrastinate import models, queries
 
@@ -28,6 +28,10 @@ class Call(Generic[T]):
     @property
     def sql(self) -> str:
         return queries.QUERIES[self.name]
+
+
+RunCall: TypeAlias = Callable[[Call[Any]], Any]
+"""Runs a call and returns what it parsed."""
 
 
 def _first(column: str) -> Callable[[Rows], Any]:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fanout_procrastinate import errors, models, steps, store
 
@@ -35,7 +35,7 @@ class Sweeper:
         on_swept: told what was done, as counts by name.
     """
 
-    run: Callable[[store.Call[Any]], Any]
+    run: store.RunCall
     lease: float
     retention: float | None = None
     tasks: Sequence[str] = ()

@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -44,7 +44,7 @@ class Idle:
 
 
 def keeping(
-    run: Callable[[store.Call[Any]], Any],
+    run: store.RunCall,
     sweep: Any = None,
     renew: float = 60.0,
     look: float = 60.0,

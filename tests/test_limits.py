@@ -584,14 +584,20 @@ def test_a_changed_declaration_takes_its_limits_in_order(
         assert sealing.result(20) == "processing"
 
 
-def stand_in_line(p: Protocol, *specs: Row) -> str:
-    """Ask for a permit that there is no room for, and return its holder."""
+def take_permit(p: Protocol, *specs: Row) -> tuple[str, bool]:
+    """Ask for a permit; return its holder, and whether it was granted at once."""
     holder = str(uuid.uuid4())
     granted = p.value(
         "SELECT granted FROM fanout_take_permit_v1(%s, NULL, %s, '', NULL, NULL, 3600)",
         Jsonb(list(specs)),
         holder,
     )
+    return holder, granted
+
+
+def stand_in_line(p: Protocol, *specs: Row) -> str:
+    """Ask for a permit that there is no room for, and return its holder."""
+    holder, granted = take_permit(p, *specs)
     assert not granted
     return holder
 
@@ -688,11 +694,7 @@ def test_what_another_stores_just_now_is_taken_in_order(
     def take() -> Any:
         if who == "a run":
             return p.seal(run, 1) == "processing"
-        return p.value(
-            "SELECT granted"
-            " FROM fanout_take_permit_v1(%s, NULL, gen_random_uuid(), '', NULL, NULL, 9)",
-            Jsonb([first, later]),
-        )
+        return take_permit(p, first, later)[1]
 
     with ThreadPoolExecutor(1) as pool:
         with other.transaction():

@@ -149,7 +149,7 @@ DECLARE
     v_all constant text[] := fanout_lines_of_v1(p_limits);
     v_keys constant text[] := ARRAY(SELECT key FROM fanout_permits WHERE holder = p_gone);
 BEGIN
-    PERFORM FROM fanout_limits WHERE name = ANY (v_all) ORDER BY name FOR NO KEY UPDATE;
+    PERFORM fanout_lock_limits_v1(v_all, NULL);
     DELETE FROM fanout_permits WHERE holder = p_gone;
     removed := fanout_drop_dead_permits_v1(v_all);
     PERFORM fanout_tell_granted_v1(fanout_grant_permits_v1(v_all, v_keys));
@@ -237,7 +237,7 @@ BEGIN
         IF v_standing IS NULL THEN
             PERFORM fanout_declare_limits_v1(p_specs);
         END IF;
-        PERFORM FROM fanout_limits WHERE name = ANY (v_names) ORDER BY name FOR NO KEY UPDATE;
+        PERFORM fanout_lock_limits_v1(v_names, NULL);
         PERFORM fanout_touch_permits_v1(ARRAY[p_holder]);
         PERFORM fanout_drop_dead_permits_v1(v_names);
         INSERT INTO fanout_permits (limit_name, key, holder, label, run_id, position, lease)
